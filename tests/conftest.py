@@ -1,0 +1,24 @@
+"""What every test run needs: few threads, 32-bit mode, no compilation cache, and a reason where a GPU is missing."""
+
+import os
+
+# Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", False)  # tests of 64-bit mode switch it on for themselves
+jax.config.update("jax_enable_compilation_cache", False)  # a test must see what this code compiles to
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where JAX has no GPU."""
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needs_gpu or jax.default_backend() == "gpu":
+        return
+    skip = pytest.mark.skip(reason=f"needs a GPU; JAX runs on {jax.default_backend()} here")
+    for item in needs_gpu:
+        item.add_marker(skip)

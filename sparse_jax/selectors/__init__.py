@@ -1,0 +1,19 @@
+"""Selectors: which pages of the KV cache a decode step reads.
+
+`get(name, **options)` makes one; `base.py` explains the protocol.
+"""
+
+from sparse_jax.selectors.base import Attended as Attended
+from sparse_jax.selectors.base import Pages as Pages
+from sparse_jax.selectors.base import PageSelector as PageSelector
+from sparse_jax.selectors.base import Selector as Selector
+from sparse_jax.selectors.base import get as get
+from sparse_jax.selectors.base import names as names
+from sparse_jax.selectors.base import register as register
+from sparse_jax.selectors.base import tokens_read as tokens_read
+
+# One line per selector; importing its file registers its name.
+from sparse_jax.selectors.dense import Dense as Dense
+from sparse_jax.selectors.quest import Envelope as Envelope
+from sparse_jax.selectors.quest import Quest as Quest
+from sparse_jax.selectors.window import Window as Window

@@ -1,0 +1,259 @@
+"""What a selector is, the part that all page selectors share, and the registry.
+
+A selector chooses which pages of a paged KV cache a decode step reads. It is a frozen dataclass of options: hashable,
+static under `jax.jit`, without state of its own. What it must remember about the cache (a summary of each page) is a
+pytree that the caller threads through its `lax.scan` beside the cache. The caller's side of the protocol:
+
+    state = selector.init(kv)                                      # once
+    state = selector.copy(state, sources, targets)                 # after pages were copied or moved
+    state = selector.write(state, keys, slots)                     # after keys were written
+    attended = selector.attend(state, q, k_pages, v_pages, view)   # one step: choose, attend, hand on the state
+
+`attend` is the whole step, so a method that learns from attention probabilities, or that works on tokens instead of
+pages, overrides it and no model changes. `select` is its choosing half, for callers who attend on their own.
+
+A new page selector is one file: a frozen dataclass derived from `PageSelector` with a `score`, decorated with
+`register(name)`; and one import line in `__init__.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+
+class View(Protocol):
+    """The fields of `sparse_jax.paging.PageView` that selectors read."""
+
+    @property
+    def page_table(self) -> jax.Array:
+        """i32[B, W] or i32[B, Hkv, W], ids into the flattened pool, -1 absent."""
+
+    @property
+    def lengths(self) -> jax.Array:
+        """i32[B] or i32[B, Hkv], the tokens of this step included."""
+
+
+class Attended(NamedTuple):
+    """What `Selector.attend` returns: attention output, the selector's new state, KV tokens read i32[B, Hkv]."""
+
+    output: Any
+    state: Any
+    tokens_read: jax.Array
+
+
+DEFAULT_BUDGET = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selector:
+    """Options of a selector; the methods here are those of one that remembers nothing.
+
+    budget: tokens to read per step, request and KV head; the kept pages are `ceil(budget / page_size)`, at least those
+    always kept. sinks: the first tokens, whose pages are always kept. recent: the last tokens (the query's own
+    included), likewise. None is the method's own default.
+    """
+
+    budget: int | None = None
+    sinks: int = 4
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("budget", 1), ("sinks", 0), ("recent", 0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                number = operator.index(value)
+            except TypeError:
+                number = None
+            if number is None or isinstance(value, bool) or number < least:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} is a whole number of tokens, at least {least}; got {value!r}."
+                )
+            object.__setattr__(self, name, number)
+
+    def init(self, kv: Any) -> Any:
+        """The state for an empty cache `kv` (a `PagedKV`): a pytree, () when there is nothing to remember."""
+        del kv
+        return ()
+
+    def write(self, state: Any, keys: jax.Array, slots: jax.Array) -> Any:
+        """Takes note of keys [..., Hkv, D] written at slots i32[...] of the flattened pool.
+
+        A slot of -1 or out of range is ignored. Writing offset 0 of a page begins its summary anew, so a page that
+        changes hands carries nothing over.
+        """
+        del keys, slots
+        return state
+
+    def copy(self, state: Any, sources: jax.Array, targets: jax.Array) -> Any:
+        """Lets side data follow its page.
+
+        sources, targets: page ids i32[...] of the flattened pool; a pair with -1 or an id out of range is ignored.
+        """
+        del sources, targets
+        return state
+
+    def select(self, state: Any, q: jax.Array, view: View, *, kv_heads: int, page_size: int) -> jax.Array | None:
+        """The pages to read for q [B, T, Hq, D] or [B, Hq, D], shared by the T rows.
+
+        Returns page indices inside the request, i32[B, Hkv, C] by rising index, then -1; or None: dense attention.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self, state: Any, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, view: View, **options: Any
+    ) -> Attended:
+        """One decode step: choose pages, attend to them.
+
+        q [B, T, Hq, D] or [B, Hq, D]; k_pages, v_pages: the flattened pools [planes * N, Hkv, P, D]; `options` go to
+        `paged_attention` or `page_sparse_attention`.
+        """
+        import sparse_jax  # here, because `sparse_jax` imports this package
+
+        kv_heads, page_size = k_pages.shape[1:3]
+        page_indices = self.select(state, q, view, kv_heads=kv_heads, page_size=page_size)
+        arguments = (q, k_pages, v_pages, view.page_table, view.lengths)
+        if page_indices is None:
+            output = sparse_jax.paged_attention(*arguments, **options)
+        else:
+            output = sparse_jax.page_sparse_attention(*arguments, page_indices, **options)
+        return Attended(output, state, tokens_read(page_indices, view, kv_heads=kv_heads, page_size=page_size))
+
+
+class PageSelector(Selector):
+    """Sink pages, recent pages, and the best of the others by `score`, as many as the budget holds."""
+
+    def score(self, state: Any, q: jax.Array, pages: Pages) -> jax.Array:
+        """Scores of the pages for q [B, T, Hq, D]: f32, broadcastable to [B, Hkv, W]; -inf is never read."""
+        raise NotImplementedError
+
+    def token_options(self) -> tuple[int, int, int]:
+        """(budget, sinks, recent) with defaults: 1,024 tokens, an eighth of them recent ones but at most 32."""
+        budget = DEFAULT_BUDGET if self.budget is None else self.budget
+        recent = min(32, max(1, budget // 8)) if self.recent is None else self.recent
+        return budget, self.sinks, recent
+
+    def width(self, *, page_size: int, rows: int = 1) -> int:
+        """C, the number of page indices a step of `rows` query tokens returns."""
+        budget, sinks, recent = self.token_options()
+        window = recent_tokens(recent, rows)
+        # A window that need not begin at a page boundary touches one page more than its size says.
+        always = -(-sinks // page_size) + (-(-(window - 1) // page_size) + 1 if window else 0)
+        return max(-(-budget // page_size), always)
+
+    def select(self, state: Any, q: jax.Array, view: View, *, kv_heads: int, page_size: int) -> jax.Array:
+        """See `Selector.select`."""
+        if q.ndim not in (3, 4) or q.shape[-2] % kv_heads:
+            raise ValueError(
+                f"q is [B, T, Hq, D] or [B, Hq, D] with Hq a multiple of {kv_heads} KV heads; got {q.shape}."
+            )
+        q = q[:, None] if q.ndim == 3 else q
+        pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, rows=q.shape[1])
+        _, sinks, recent = self.token_options()
+        width = self.width(page_size=page_size, rows=pages.rows)
+        score = jnp.broadcast_to(self.score(state, q, pages), pages.exists.shape).astype(jnp.float32)
+        score = jnp.where(pages.always(sinks, recent), jnp.inf, score)
+        return _top_k_by_id(jnp.where(pages.exists, score, -jnp.inf), width)
+
+
+def _top_k_by_id(scores: jax.Array, k: int) -> jax.Array:
+    """Stands in for `sparse_jax.top_k(scores, k, order="id")` until that exists."""
+    values, ids = jax.lax.top_k(scores, min(k, scores.shape[-1]))
+    ids = jnp.sort(jnp.where(jnp.isneginf(values), scores.shape[-1], ids.astype(jnp.int32)), axis=-1)
+    ids = jnp.where(ids < scores.shape[-1], ids, -1)
+    return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, k - ids.shape[-1])], constant_values=-1)
+
+
+class Pages(NamedTuple):
+    """The pages of a view as a page selector needs them, per KV head."""
+
+    ids: jax.Array  # i32[B, Hkv or 1, W] in the flattened pool, -1 absent
+    lengths: jax.Array  # i32[B, Hkv or 1, 1], cut to the table
+    exists: jax.Array  # bool[B, Hkv, W], has an id and holds tokens
+    page_size: int
+    rows: int  # T, the query tokens of this step
+
+    @classmethod
+    def of(cls, view: View, *, kv_heads: int, page_size: int, rows: int) -> Pages:
+        """The pages of `view`, for a step of `rows` query tokens."""
+        ids = view.page_table if view.page_table.ndim == 3 else view.page_table[:, None]
+        lengths = view.lengths if view.lengths.ndim == 2 else view.lengths[:, None]
+        capacity = ids.shape[-1] * page_size
+        lengths = jnp.clip(lengths, 0, capacity).astype(jnp.int32)[:, :, None]
+        first = jnp.arange(ids.shape[-1], dtype=jnp.int32) * page_size
+        exists = jnp.broadcast_to((ids >= 0) & (first < lengths), (ids.shape[0], kv_heads, ids.shape[-1]))
+        return cls(ids, lengths, exists, page_size, rows)
+
+    @property
+    def first(self) -> jax.Array:
+        """Position of the first token of each page, i32[W]."""
+        return jnp.arange(self.ids.shape[-1], dtype=jnp.int32) * self.page_size
+
+    def always(self, sinks: int, recent: int) -> jax.Array:
+        """Which pages hold a sink token or a recent token of any of the rows; bool, broadcastable to [B, Hkv, W]."""
+        window = recent_tokens(recent, self.rows)
+        holds_recent = (
+            (self.first + self.page_size > self.lengths - window) & (self.first < self.lengths) & (window > 0)
+        )
+        return (self.first < sinks) | holds_recent
+
+
+def recent_tokens(recent: int, rows: int) -> int:
+    """Tokens in the union of the recent windows of the last `rows` positions; each counts its own token."""
+    return recent + rows - 1 if recent else 0
+
+
+def tokens_read(page_indices: jax.Array | None, view: View, *, kv_heads: int, page_size: int) -> jax.Array:
+    """Counts the cached tokens of the chosen pages, i32[B, Hkv]; `page_indices` None counts all (dense attention)."""
+    pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, rows=1)
+    held = jnp.where(pages.exists, jnp.clip(pages.lengths - pages.first, 0, page_size), 0)  # [B, Hkv, W]
+    if page_indices is not None:
+        inside = (page_indices >= 0) & (page_indices < held.shape[-1])
+        held = jnp.where(inside, jnp.take_along_axis(held, jnp.where(inside, page_indices, 0), axis=-1), 0)
+    return held.sum(axis=-1, dtype=jnp.int32)
+
+
+_registry: dict[str, type[Selector]] = {}
+_Class = TypeVar("_Class", bound=type[Selector])
+
+
+def register(name: str) -> Callable[[_Class], _Class]:
+    """Class decorator: makes a selector known to `get` under `name`."""
+
+    def add(selector: _Class) -> _Class:
+        if name in _registry:
+            raise ValueError(f"The selector name {name!r} is already taken by {_registry[name].__name__}.")
+        _registry[name] = selector
+        return selector
+
+    return add
+
+
+def names() -> tuple[str, ...]:
+    """The names that `get` knows, in alphabetical order."""
+    return tuple(sorted(_registry))
+
+
+def get(name: str, **options: Any) -> Selector:
+    """Makes a selector by name.
+
+    Options are those of its class (`budget`, `sinks`, `recent`, all in tokens, and what the class adds); every name
+    works without any. Raises ValueError for an unknown name or option, listing the known ones.
+    """
+    if name not in _registry:
+        raise ValueError(f"Unknown selector {name!r}; known selectors: {', '.join(names())}.")
+    selector = _registry[name]
+    known = [field.name for field in dataclasses.fields(selector)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(
+            f"Selector {name!r} has no option {', '.join(map(repr, unknown))}; its options: {', '.join(known)}."
+        )
+    return selector(**options)

@@ -1,0 +1,110 @@
+"""Quest (arXiv 2406.10774): pages ranked by an upper bound of their attention scores.
+
+Of every page and KV head the state holds the smallest and the largest value of each key component, lo and hi. No key k
+of the page can score higher than
+
+    q . k  <=  sum_d max(q_d * lo_d, q_d * hi_d)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparse_jax.selectors.base import Pages, PageSelector, register
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Envelope:
+    """The box around the keys of each page. Finite always: see `Quest.write`."""
+
+    lo: jax.Array  # f32[planes * N, Hkv, D]
+    hi: jax.Array  # f32[planes * N, Hkv, D]
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+
+@register("quest")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quest(PageSelector):
+    """Keeps the pages whose keys could score highest; one choice per request and KV head.
+
+    scale multiplies the scores before they are compared over heads, as in the attention; D ** -0.5 if None.
+    """
+
+    scale: float | None = None
+
+    def init(self, kv: Any) -> Envelope:
+        """See `Selector.init`."""
+        planes, pages, kv_heads, page_size, width = kv.k.shape
+        shape = (planes * pages, kv_heads, width)
+        # Two arrays: one shared by both fields could not be donated.
+        return Envelope(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32), page_size)
+
+    def write(self, state: Envelope, keys: jax.Array, slots: jax.Array) -> Envelope:
+        """See `Selector.write`. NaN in a key counts as 0, infinity as the largest float: a sick key spreads no NaN."""
+        pages, page_size = state.lo.shape[0], state.page_size
+        slots = slots.reshape(-1)
+        keys = jnp.nan_to_num(keys.reshape(-1, *state.lo.shape[1:]).astype(jnp.float32))
+        # -0 and +0 are equal to min and max: with one of them only, the bits do not depend on the order of the writes.
+        keys = jnp.where(keys == 0, 0, keys)
+        valid = (slots >= 0) & (slots < pages * page_size)
+        page = jnp.where(
+            valid, slots // page_size, pages
+        )  # `pages` is out of range, so mode="drop" drops it; -1 would wrap
+        first = jnp.where(slots % page_size == 0, page, pages)
+        lo = state.lo.at[first].set(jnp.inf, mode="drop").at[page].min(keys, mode="drop")
+        hi = state.hi.at[first].set(-jnp.inf, mode="drop").at[page].max(keys, mode="drop")
+        return dataclasses.replace(state, lo=lo, hi=hi)
+
+    def copy(self, state: Envelope, sources: jax.Array, targets: jax.Array) -> Envelope:
+        """See `Selector.copy`."""
+        pages = state.lo.shape[0]
+        sources, targets = sources.reshape(-1), targets.reshape(-1)
+        valid = (sources >= 0) & (sources < pages) & (targets >= 0)
+        source, target = jnp.where(valid, sources, 0), jnp.where(valid, targets, pages)
+        lo = state.lo.at[target].set(state.lo[source], mode="drop")
+        hi = state.hi.at[target].set(state.hi[source], mode="drop")
+        return dataclasses.replace(state, lo=lo, hi=hi)
+
+    def score(self, state: Envelope, q: jax.Array, pages: Pages) -> jax.Array:
+        """The best share of any query head's attention that a page could have, as a logarithm: f32[B, Hkv, W]."""
+        if self.width(page_size=pages.page_size, rows=pages.rows) >= pages.ids.shape[-1]:
+            return jnp.float32(0)  # everything fits: nothing to rank
+        # [B, Hkv, 1, W] and [B, Hkv or 1, T, 1]: a row sees the pages that begin at or before its own position.
+        position = pages.lengths - pages.rows + jnp.arange(pages.rows, dtype=jnp.int32)
+        # An id past the pool counts as absent.
+        visible = (pages.exists & (pages.ids < state.lo.shape[0]))[:, :, None] & (pages.first <= position[..., None])
+        bound = jnp.where(
+            visible[:, :, None], page_bounds(state, q, pages.ids, self.scale), -jnp.inf
+        )  # [B, Hkv, G, T, W]
+        # Query heads differ in the size of their scores. The largest raw bound of a group would nearly always come from
+        # its loudest head, even where that head attends evenly and needs nothing in particular. A bound less the
+        # logsumexp of its own head's bounds is the logarithm of that head's share, if every page kept its promise;
+        # shares of different heads (and rows) can be compared.
+        total = jax.nn.logsumexp(bound, axis=-1, keepdims=True)
+        share = jnp.where(jnp.isneginf(bound), -jnp.inf, bound - total)
+        # Finite, also where keys or queries are not: every page that exists can be chosen.
+        return jnp.nan_to_num(share.max(axis=(2, 3)), nan=jnp.finfo(jnp.float32).min)
+
+
+def page_bounds(state: Envelope, q: jax.Array, page_ids: jax.Array, scale: float | None = None) -> jax.Array:
+    """Upper bounds of scale * (q . k) over the keys of each page.
+
+    q [B, T, Hq, D]; page_ids i32[B, Hkv or 1, W]. Returns f32[B, Hkv, G, T, W]; an absent page has some finite value.
+    """
+    batch, rows, heads, width = q.shape
+    pages, kv_heads, _ = state.lo.shape
+    q = q.astype(jnp.float32).reshape(batch, rows, kv_heads, heads // kv_heads, width)
+    q = q * (width**-0.5 if scale is None else scale)
+    ids = jnp.where((page_ids >= 0) & (page_ids < pages), page_ids, 0)
+    head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+    lo, hi = state.lo[ids, head], state.hi[ids, head]  # [B, Hkv, W, D]
+    # max(q lo, q hi) is q hi where q is positive and q lo where it is negative, because lo <= hi: two matrix products.
+    product = "btkgd,bkwd->bkgtw"
+    up = jnp.einsum(product, jnp.maximum(q, 0), hi, precision=jax.lax.Precision.HIGHEST)
+    down = jnp.einsum(product, jnp.minimum(q, 0), lo, precision=jax.lax.Precision.HIGHEST)
+    return up + down

@@ -64,7 +64,7 @@ class OuroConfig:
     exit_step: int | None = None
     bos_id: int | None = 0
     stop_ids: tuple[int, ...] = (0, 2)  # the shipped eos of 0 is wrong for chat, which ends with 2
-    init: InitConfig = InitConfig()
+    init: InitConfig = dataclasses.field(default=InitConfig(), compare=False)  # no part of what the model computes
 
     def __post_init__(self):
         sizes = (
@@ -94,7 +94,7 @@ class OuroConfig:
     @classmethod
     def ouro_1_4b(cls, **changes) -> Self:
         """Ouro-1.4B: 24 layers, 4 loops, 1,434,652,673 parameters."""
-        sizes = {"vocab_size": 49_152, "hidden_size": 2048, "intermediate_size": 5632, "num_layers": 24}
+        sizes: dict[str, Any] = {"vocab_size": 49_152, "hidden_size": 2048, "intermediate_size": 5632, "num_layers": 24}
         heads = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 128}
         return cls(**(sizes | heads | changes))
 
@@ -106,7 +106,7 @@ class OuroConfig:
     @classmethod
     def tiny(cls, **changes) -> Self:
         """The byte-level model `ouro-tiny` that this project trains and ships: 3,088,897 parameters."""
-        sizes = {"vocab_size": 264, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4}
+        sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4}
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rope_theta": 1e4, "max_positions": 4096}
         # N2 and N4 start at 8 ** -0.5: the 8 branches of one loop then add about unit variance.
         init = InitConfig(
@@ -123,7 +123,7 @@ class OuroConfig:
     @classmethod
     def test(cls, **changes) -> Self:
         """A model for tests: 2 layers, 4 loops, grouped heads, some 30,000 parameters."""
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 128}
         init = InitConfig(embedding_std=1.0, matrix_std=1.0, head_std=1.0, scale_by_fan_in=True, branch_norm=0.5)
         return cls(**(sizes | heads | {"bos_id": None, "stop_ids": (), "init": init} | changes))

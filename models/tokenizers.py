@@ -1,0 +1,133 @@
+"""Text to ids and back: plain bytes for ouro-tiny, a `tokenizer.json` for released checkpoints.
+
+Both tokenizers offer `encode(text) -> list[int]`, `decode(ids) -> str` and `stream() -> TextStream` for text that
+arrives in pieces. Which ids end a text is known to the model (`OuroConfig.stop_ids`), not to the tokenizer.
+"""
+
+import codecs
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class TextStream(Protocol):
+    """Turns ids that arrive in pieces into text, holding back bytes of a character that is not complete yet."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete."""
+
+    def finish(self) -> str:
+        """What is left, with a replacement character for bytes that never became one."""
+
+
+class Tokenizer(Protocol):
+    """What generation needs of a tokenizer."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, a first token for its beginning included where the model wants one."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of generated ids, without special tokens."""
+
+    def stream(self) -> TextStream:
+        """A decoder for text that arrives in pieces."""
+
+
+class ByteTokenizer:
+    """Ids 0 .. 255 are bytes of UTF-8; 256 begins every sequence, 257 ends one; 258 .. 263 are unused."""
+
+    bos_id, eos_id, vocab_size = 256, 257, 264
+
+    def encode(self, text: str | bytes, *, bos: bool = True) -> list[int]:
+        """Bytes of the text, after the beginning-of-sequence id unless `bos` is False."""
+        # surrogateescape: bytes of a file or argument that were not UTF-8 come through as they were.
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+        return [self.bos_id] * bos + list(data)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids below 256; bytes that are not UTF-8 become replacement characters."""
+        return bytes(token for token in ids if 0 <= token < 256).decode("utf-8", "replace")
+
+    def stream(self) -> "ByteStream":
+        """A decoder for text that arrives in pieces."""
+        return ByteStream()
+
+
+class ByteStream:
+    """A TextStream of bytes."""
+
+    def __init__(self):
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete."""
+        return self.decoder.decode(bytes(token for token in ids if 0 <= token < 256))
+
+    def finish(self) -> str:
+        """What is left, with a replacement character for bytes that never became one."""
+        return self.decoder.decode(b"", final=True)
+
+
+class HubTokenizer:
+    """A byte-level BPE from a `tokenizer.json`, through the optional package `tokenizers`.
+
+    Raises FileNotFoundError without the file and ImportError, with the command that helps, without the package.
+    """
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}")
+        try:
+            from tokenizers import Tokenizer as FastTokenizer
+        except ImportError as error:
+            raise ImportError(
+                "reading a tokenizer.json needs the package 'tokenizers': pip install 'sparse-jax[hub]'"
+            ) from error
+        self.fast: Any = FastTokenizer.from_file(str(path))
+        self.vocab_size: int = self.fast.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text; special tokens written out in it (`<|im_start|>`) become their ids."""
+        return self.fast.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, without special tokens."""
+        return self.fast.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> "HubStream":
+        """A decoder for text that arrives in pieces."""
+        return HubStream(self)
+
+
+class HubStream:
+    """A TextStream over a HubTokenizer: decodes the ids since the last complete character again and again."""
+
+    def __init__(self, tokenizer: HubTokenizer):
+        self.tokenizer = tokenizer
+        self.pending: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete."""
+        pieces = []
+        for token in ids:
+            self.pending.append(token)
+            text = self.tokenizer.decode(self.pending)
+            if not text.endswith("\ufffd"):
+                pieces.append(text)
+                self.pending.clear()
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What is left, with a replacement character for bytes that never became one."""
+        text = self.tokenizer.decode(self.pending)
+        self.pending.clear()
+        return text
+
+
+def for_folder(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder: its `tokenizer.json` where there is one, else plain bytes."""
+    path = Path(folder) / "tokenizer.json"
+    return HubTokenizer(path) if path.is_file() else ByteTokenizer()

@@ -78,17 +78,16 @@ class Quest(PageSelector):
         position = pages.lengths - pages.rows + jnp.arange(pages.rows, dtype=jnp.int32)
         # An id past the pool counts as absent.
         visible = (pages.exists & (pages.ids < state.lo.shape[0]))[:, :, None] & (pages.first <= position[..., None])
-        bound = jnp.where(
-            visible[:, :, None], page_bounds(state, q, pages.ids, self.scale), -jnp.inf
-        )  # [B, Hkv, G, T, W]
+        bound = page_bounds(state, q, pages.ids, self.scale)  # [B, Hkv, G, T, W]
+        bound = jnp.where(visible[:, :, None], bound, -jnp.inf)
         # Query heads differ in the size of their scores. The largest raw bound of a group would nearly always come from
         # its loudest head, even where that head attends evenly and needs nothing in particular. A bound less the
         # logsumexp of its own head's bounds is the logarithm of that head's share, if every page kept its promise;
         # shares of different heads (and rows) can be compared.
         total = jax.nn.logsumexp(bound, axis=-1, keepdims=True)
         share = jnp.where(jnp.isneginf(bound), -jnp.inf, bound - total)
-        # Finite, also where keys or queries are not: every page that exists can be chosen.
-        return jnp.nan_to_num(share.max(axis=(2, 3)), nan=jnp.finfo(jnp.float32).min)
+        # Finite, also where a key or a query is not: a sick head prefers nothing, and any existing page can be chosen.
+        return jnp.nan_to_num(share, nan=jnp.finfo(jnp.float32).min).max(axis=(2, 3))
 
 
 def page_bounds(state: Envelope, q: jax.Array, page_ids: jax.Array, scale: float | None = None) -> jax.Array:

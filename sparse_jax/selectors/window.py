@@ -14,7 +14,7 @@ from sparse_jax.selectors.base import DEFAULT_BUDGET, Pages, PageSelector, regis
 @register("window")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Window(PageSelector):
-    """Keeps the pages of the first `sinks` and the last `recent` tokens, so every token of the window, at any page size.
+    """Keeps the pages of the first `sinks` and the last `recent` tokens: all of the window, at any page size.
 
     `recent` alone keeps just that. A budget spends what is left of it on the pages before the window; so does the
     default, a budget of 1,024 tokens. Keys keep their true positions, and pages are read whole: give the attention

@@ -1,0 +1,126 @@
+"""How things are timed: chains of calls in one jit, several jits in flight, medians; and the copy bandwidth."""
+
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+L2_BYTES = 60 * 2**20  # H100 and H200
+MOST_SETS = 16
+Step = Callable[
+    [jax.Array, Any, Any], jax.Array
+]  # (carry, fixed inputs, one input set) -> carry of the same shape and dtype
+
+
+class Effort(NamedTuple):
+    """How long to measure."""
+
+    repeats: int = 7
+    seconds: float = 1.0  # of all repeats together
+    calls: int = 10  # in one jit, at least
+
+
+DEFAULT_EFFORT = Effort()
+
+
+class Plan(NamedTuple):
+    """What a suite is asked to do with each of its cases."""
+
+    effort: Effort = DEFAULT_EFFORT
+    copy_bandwidth: float | None = None  # of this device, bytes per second; None where it is no yardstick
+    config: Any = None  # a sparse_jax.Config for our kernels; None leaves the choice to them
+    with_peers: bool = True  # measure other projects' implementations too
+
+
+class Timing(NamedTuple):
+    """Wall time of one call inside a chain, in microseconds, and what the first call returned."""
+
+    microseconds: float  # median of the repeats
+    low: float  # fastest repeat
+    high: float  # slowest repeat
+    kernel_microseconds: float | None  # the profiler's sum of kernel times for one call; None where it was not read
+    first: jax.Array
+
+
+def sets_to_rotate(bytes_per_call: int) -> int:
+    """How many input sets make the bytes read between two uses of one set exceed twice the L2 cache."""
+    return min(MOST_SETS, max(1, -(-2 * L2_BYTES // bytes_per_call)))
+
+
+def _chain(step: Step, calls: int, carry: jax.Array, fixed: Any, sets: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Each call's output is the next one's query: no call can be dropped, merged with another, or run beside it."""
+    first = carry
+    for call in range(calls):
+        # Without the barrier XLA would gather once for all calls that share an input set.
+        carry, inputs = lax.optimization_barrier((carry, sets[call % len(sets)]))
+        carry = step(carry, fixed, inputs)
+        first = carry if call == 0 else first
+    return carry, first
+
+
+def measure(step: Step, carry: jax.Array, fixed: Any, sets: Sequence[Any], effort: Effort = DEFAULT_EFFORT) -> Timing:
+    """Times `step`. The first run compiles and is not counted."""
+    calls = -(-effort.calls // len(sets)) * len(sets)
+    run = jax.jit(functools.partial(_chain, step, calls))
+    _, first = jax.block_until_ready(run(carry, fixed, sets))
+    once = _seconds(lambda: run(carry, fixed, sets), queued=1)
+    # Waiting costs about 0.4 ms each time, so many jits are in flight before one wait; long ones need no company.
+    queued = int(np.clip(effort.seconds / effort.repeats / once, 1, 200))
+    repeats = effort.repeats if once < 1 else 2
+    samples = [_seconds(lambda: run(carry, fixed, sets), queued) / (queued * calls) * 1e6 for _ in range(repeats)]
+    median = float(np.median(samples))
+    kernels = None
+    if jax.default_backend() == "gpu" and median < 50:
+        kernels = _kernel_microseconds(lambda: run(carry, fixed, sets), calls, wall=median)
+    return Timing(median, min(samples), max(samples), kernels, first)
+
+
+def _seconds(run: Callable[[], Any], queued: int) -> float:
+    start = time.perf_counter()
+    for _ in range(queued):
+        out = run()
+    jax.block_until_ready(out)
+    return time.perf_counter() - start
+
+
+def _kernel_microseconds(run: Callable[[], Any], calls: int, wall: float, runs: int = 3) -> float | None:
+    """Time that kernels of one call were running, from JAX's profiler; None where it tells nothing believable."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready([run() for _ in range(runs)])
+            (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        streams = [
+            line for plane in planes if "/device:GPU" in plane.name for line in plane.lines if "Stream" in line.name
+        ]
+        kernels = sum(event.duration_ns for line in streams for event in line.events) / 1e3 / (runs * calls)
+    except Exception:  # a profiler that is absent or changed must not cost the measurement
+        return None
+    return kernels if 0.1 * wall < kernels < 1.3 * wall else None
+
+
+def copy_bandwidth(nbytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes read plus bytes written per second by the faster of a plain copy and an elementwise kernel."""
+    on_gpu = jax.default_backend() == "gpu"
+    count = (nbytes or (2**30 if on_gpu else 2**26)) // 4
+    data = jax.random.bits(jax.random.key(0), (count,), jnp.uint32)
+    best = 0.0
+    for copy in (jax.jit(jnp.copy), jax.jit(lambda x: x ^ jnp.uint32(1))):
+        jax.block_until_ready(copy(data))
+        seconds = [_seconds(functools.partial(copy, data), queued=8) / 8 for _ in range(repeats)]
+        best = max(best, 2 * data.nbytes / float(np.median(seconds)))
+    return best
+
+
+def short_message(error: BaseException, limit: int = 160) -> str:
+    """An error as one line for a table."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {text}"[:limit]

@@ -1,0 +1,89 @@
+"""Small caches without a pool: arrays of pages, tables drawn at random, and what the right answer is in NumPy."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_jax import selectors
+
+
+class View(NamedTuple):
+    page_table: jax.Array
+    lengths: jax.Array
+
+
+class KV(NamedTuple):
+    k: jax.Array  # [planes, N, Hkv, P, D]
+    v: jax.Array
+
+
+class Cache(NamedTuple):
+    """Requests whose tokens lie in randomly placed pages of one plane."""
+
+    kv: KV
+    view: View
+    keys: np.ndarray  # [B, W * P, Hkv, D], beyond the length: never written
+
+    @property
+    def flat(self):
+        return tuple(x.reshape(-1, *x.shape[2:]) for x in self.kv)
+
+    @property
+    def slots(self):
+        """i32[B, W * P], the slot of each token; -1 beyond the length."""
+        page_size = self.kv.k.shape[3]
+        table, lengths = np.asarray(self.view.page_table), np.asarray(self.view.lengths)
+        token = np.arange(table.shape[1] * page_size)
+        slots = table[:, token // page_size] * page_size + token % page_size
+        return np.where(token < lengths[:, None], slots, -1).astype(np.int32)
+
+
+def make_cache(lengths, *, page_size, table_width, kv_heads=2, width=8, planes=1, plane=0, seed=0, dtype=np.float32):
+    """Pages in random order over the pool; bytes outside the tokens are NaN."""
+    rng = np.random.default_rng(seed)
+    pages = len(lengths) * table_width + 2
+    order = rng.permutation(pages)[: len(lengths) * table_width].reshape(len(lengths), table_width)
+    used = np.arange(table_width) * page_size < np.asarray(lengths)[:, None]
+    table = np.where(used, order + plane * pages, -1).astype(np.int32)
+    keys = rng.standard_normal((len(lengths), table_width * page_size, kv_heads, width)).astype(dtype)
+    k = np.full((planes * pages, kv_heads, page_size, width), np.nan, dtype)
+    v = np.full((planes * pages, kv_heads, page_size, width), np.nan, dtype)
+    for b, length in enumerate(lengths):
+        for s in range(length):
+            k[table[b, s // page_size], :, s % page_size] = keys[b, s]
+            v[table[b, s // page_size], :, s % page_size] = rng.standard_normal((kv_heads, width))
+    shape = (planes, pages, kv_heads, page_size, width)
+    view = View(jnp.asarray(table), jnp.asarray(lengths, jnp.int32))
+    return Cache(KV(jnp.asarray(k.reshape(shape)), jnp.asarray(v.reshape(shape))), view, keys)
+
+
+def filled(selector, cache):
+    """The selector's state after all tokens of the cache were written."""
+    return selector.write(selector.init(cache.kv), jnp.asarray(cache.keys), jnp.asarray(cache.slots))
+
+
+def select(selector, cache, q, state=None):
+    """Page indices as a NumPy array i32[B, Hkv, C]."""
+    _, _, kv_heads, page_size, _ = cache.kv.k.shape
+    state = filled(selector, cache) if state is None else state
+    return np.asarray(selector.select(state, q, cache.view, kv_heads=kv_heads, page_size=page_size))
+
+
+def queries(batch, rows, heads, width=8, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, rows, heads, width)), jnp.float32)
+
+
+def chosen(indices):
+    """Page indices as sets, one per (request, KV head); fails on duplicates and on anything not ascending."""
+    sets = []
+    for row in indices.reshape(-1, indices.shape[-1]):
+        ids = row[row >= 0].tolist()
+        assert ids == sorted(set(ids)), row
+        assert (row[len(ids) :] == -1).all(), row
+        sets.append(set(ids))
+    return sets
+
+
+PAGE_SELECTORS = [name for name in selectors.names() if name != "dense"]

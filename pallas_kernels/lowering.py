@@ -1,0 +1,98 @@
+"""The single seam between the kernels and a Pallas lowering.
+
+This is the only file that names Triton. Pallas' Triton lowering is deprecated since JAX 0.11.0 and will be removed in some later version, so
+another lowering must be one new file with the same names, not a change to the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as _triton
+from jax.extend import core as _core
+from jax.interpreters import mlir as _mlir
+
+GPU_PLATFORM = "cuda"
+
+# Streaming multiprocessors of an H200. The lowering may run on a host without a GPU, so the heuristics cannot ask the device.
+MULTIPROCESSORS = 132
+
+load = _triton.load
+store = _triton.store
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Two-dimensional matrix product, accumulated in float32.
+
+    a [M, K], b [K, N] of one float dtype. float32 operands are multiplied in full precision: the default of this lowering would be TF32.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return _triton.dot(a, b, precision=precision)
+
+
+def call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    programs: int,
+    in_specs: Any,
+    out_specs: Any,
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """`pallas_call` over a one-dimensional grid of `programs`.
+
+    One dimension, because CUDA limits the others to 65,535. A kernel must get `programs`, or what it derives from it, as a static keyword:
+    `pl.num_programs` may return the value of an earlier trace in JAX 0.11.0 to 0.11.2 (jax#40847).
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=(programs,),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        # Always explicit: without it JAX 0.10 lowers for another backend.
+        compiler_params=_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
+
+
+def for_platform(operands: Sequence[Any], *, gpu: Callable[..., Any], other: Callable[..., Any]) -> Any:
+    """Calls `gpu` or `other` by the platform that the computation is lowered for, not by the devices of this host."""
+    return lax.platform_dependent(*operands, default=other, **{GPU_PLATFORM: gpu})
+
+
+_unavailable_p = _core.Primitive("sparse_jax_unavailable")
+_unavailable_p.multiple_results = True
+_unavailable_p.def_impl(lambda *, message, shapes: _raise(message))
+_unavailable_p.def_abstract_eval(lambda *, message, shapes: [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes])
+
+
+def _raise(message: str) -> Any:
+    raise ValueError(message)
+
+
+_mlir.register_lowering(_unavailable_p, lambda ctx, *, message, shapes: _raise(message))
+
+
+def unavailable(message: str, like: Any) -> Any:
+    """A computation shaped like the pytree `like` that may be traced anywhere, and raises ValueError(message) where it is lowered."""
+    leaves, tree = jax.tree.flatten(like)
+    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+    return jax.tree.unflatten(tree, _unavailable_p.bind(message=message, shapes=shapes))
+
+
+def lower_for_cuda(function: Callable[..., Any], *args: Any, gpu: str = "NVIDIA H200") -> Any:
+    """Lowers `function(*args)` for a named GPU on a host that has none. Returns `jax.stages.Lowered`; raises what the lowering refuses."""
+    device = jax.sharding.AbstractDevice(gpu, 1, GPU_PLATFORM)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=(GPU_PLATFORM,))

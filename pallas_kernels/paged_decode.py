@@ -1,0 +1,183 @@
+"""Dense attention over a page table, split over the sequence.
+
+Key j of a request lies at offset j % P of page `page_table[j // P]`. Row t of a request sees the keys j < length whose true position is at
+most its own, and with a window only the last `window` of those.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import lowering
+from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.split_decode import (
+    Keys,
+    Program,
+    Shape,
+    attend,
+    decode_shape,
+    from_tiles,
+    launch_splits,
+    split_range,
+    this_program,
+    to_tiles,
+    visibility,
+)
+
+
+def paged_decode_kernel(
+    # inputs
+    q_ref,  # [B, Hkv, T * G, D]
+    k_ref,  # [N, Hkv, P, D]
+    v_ref,  # [N, Hkv, P, Dv]
+    table_ref,  # i32[B, Hkv or 1, W]
+    lengths_ref,  # i32[B, Hkv or 1]
+    q_positions_ref,  # None or i32[B, T]
+    key_positions_ref,  # None or i32[N, Hkv, P]
+    scales,  # {"k", "v"}: None, f32[1] or f32[N, Hkv, P]
+    # outputs
+    out_ref,  # [splits, B, Hkv, T * G, Dv]
+    lse_ref,  # f32[splits, B, Hkv, T * G]
+    *,
+    window: int | None,
+    shape: Shape,
+    launch: Launch,
+):
+    program = this_program(shape, launch)
+    width, page_size = table_ref.shape[-1], shape.page_size
+    t_rows = shape.rows // shape.group_size
+    length = lengths_ref[program.group, of_head(lengths_ref, program.head)]
+    row_position = row_positions(program, length, q_positions_ref, shape)
+    end = jnp.clip(length, 0, width * page_size)
+
+    def locate(start: jax.Array) -> Keys:
+        lane = jnp.arange(launch.block_tokens, dtype=jnp.int32)
+        page, offset, present = table_pages(table_ref, program, start, lane, shape)
+        index = start + lane
+        present = present & (index < end)
+        position = true_positions(key_positions_ref, index, page, offset, present, program)
+        visible = visibility(position, present, row_position, window)
+        if t_rows == 1:
+            present = visible[0]
+        return Keys(page, offset, present, visible)
+
+    begin, uniform_until = jnp.int32(0), None
+    if key_positions_ref is None:
+        is_row = row_position >= 0
+        end = jnp.minimum(end, jnp.max(row_position) + 1)
+        first_end = jnp.min(jnp.where(is_row, row_position, width * page_size)) + 1
+        if window is not None:
+            begin = jnp.minimum(jnp.maximum(first_end - window, 0), end)
+        if t_rows > 1:
+            uniform_until = jnp.int32(0) if window is not None else lax.div(jnp.minimum(first_end, end), jnp.int32(launch.block_tokens))
+    elif t_rows > 1:
+        uniform_until = jnp.int32(0)
+    blocks = split_range(begin, end, width * page_size, program, launch)
+    attend(
+        q_ref, k_ref, v_ref, scales, out_ref, lse_ref, None,
+        program=program, locate=locate, blocks=blocks, uniform_until=uniform_until, shape=shape, launch=launch,
+    )  # fmt: skip
+
+
+def of_head(ref: Any, head: jax.Array) -> jax.Array | int:
+    """The head axis of a table or of lengths may be shared by all KV heads."""
+    return 0 if ref.shape[1] == 1 else head
+
+
+def row_positions(program: Program, length: jax.Array, q_positions_ref: Any, shape: Shape, repeat: int = 1) -> jax.Array:
+    """True position of each query row: i32[block_rows], or i32[1] when all rows are one token. -1 or less sees nothing.
+
+    repeat: consecutive groups of one request, each with its own token (t is the group within the request).
+    """
+    t_rows = shape.rows // shape.group_size
+    if t_rows == 1:
+        t = lax.rem(program.group, jnp.int32(repeat))
+        if q_positions_ref is None:
+            return jnp.broadcast_to(length - repeat + t, (1,))
+        return jnp.broadcast_to(q_positions_ref[lax.div(program.group, jnp.int32(repeat)), t], (1,))
+    t = lax.div(program.rows, jnp.int32(shape.group_size))
+    is_row = program.rows < shape.rows
+    if q_positions_ref is None:
+        return jnp.where(is_row, length - t_rows + t, -1)
+    return lowering.load(q_positions_ref.at[program.group, jnp.where(is_row, t, 0)], mask=is_row, other=-1)
+
+
+def table_pages(
+    table_ref: Any, program: Program, start: jax.Array, lane: jax.Array, shape: Shape, repeat: int = 1
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(page, offset, present) of the keys start + lane; one scalar page where the block lies inside a page."""
+    request, head = lax.div(program.group, jnp.int32(repeat)), of_head(table_ref, program.head)
+    page_size, width = shape.page_size, table_ref.shape[-1]
+    if page_size >= lane.size:
+        page = table_ref[request, head, lax.div(start, jnp.int32(page_size))]
+        offset = lax.rem(start, jnp.int32(page_size)) + lane
+    else:
+        index = start + lane
+        in_table = index < width * page_size
+        page = lowering.load(
+            table_ref.at[request, head, jnp.where(in_table, lax.div(index, jnp.int32(page_size)), 0)], mask=in_table, other=-1
+        )
+        offset = lax.rem(index, jnp.int32(page_size))
+    present = (page >= 0) & (page < shape.pages)
+    return jnp.where(present, page, 0), offset, jnp.broadcast_to(present, lane.shape)
+
+
+def true_positions(
+    key_positions_ref: Any, index: jax.Array, page: jax.Array, offset: jax.Array, present: jax.Array, program: Program
+) -> jax.Array:
+    """i32[block] true positions: the place in the table, unless the keys were moved."""
+    if key_positions_ref is None:
+        return index
+    return lowering.load(key_positions_ref.at[page, program.head, offset], mask=present, other=-1)
+
+
+def paged_decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    q_positions: jax.Array | None,
+    key_positions: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    return_scores: bool = False,
+    out_dtype: Any,
+    config: Config | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, None]:
+    """Partial results of dense paged attention.
+
+    q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, Hkv or 1];
+    q_positions None or i32[B, T]; key_positions None or i32[N, Hkv, P]; k_scale, v_scale None, f32[1] or f32[N, Hkv, P].
+    Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits) lse f32[splits, B, T, Hq], to be merged, and no scores.
+    """
+    assert not return_scores, "the dense operation returns no weights"
+    shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap)
+    launch = resolve(
+        config,
+        groups=shape.groups * shape.kv_heads,
+        rows=shape.rows,
+        tokens=page_table.shape[-1] * shape.page_size,
+        width=shape.key_width + shape.value_width,
+        dtype=k_pages.dtype,
+    )
+    out, lse, _ = launch_splits(
+        functools.partial(paged_decode_kernel, window=window, shape=shape, launch=launch),
+        (to_tiles(q, shape), k_pages, v_pages, page_table, lengths, q_positions, key_positions, {"k": k_scale, "v": v_scale}),
+        name="paged_decode",
+        shape=shape,
+        launch=launch,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+    return from_tiles(out, shape, q.shape, lead=1), from_tiles(lse, shape, q.shape, lead=1), None

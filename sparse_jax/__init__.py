@@ -1,0 +1,12 @@
+"""Sparse decode attention for JAX: paged, functional, jit-compiled, with Pallas kernels for NVIDIA GPUs."""
+
+from pallas_kernels import Config as Config
+from sparse_jax.attention import page_sparse_attention as page_sparse_attention
+from sparse_jax.attention import paged_attention as paged_attention
+from sparse_jax.attention import token_sparse_attention as token_sparse_attention
+from sparse_jax.attention_call import AttentionOutput as AttentionOutput
+from sparse_jax.ops import merge_attention as merge_attention
+from sparse_jax.ops import retained_count as retained_count
+from sparse_jax.ops import to_slots as to_slots
+from sparse_jax.ops import top_k as top_k
+from sparse_jax.validation import checked as checked

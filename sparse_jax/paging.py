@@ -1,0 +1,456 @@
+"""Paged KV state: who owns which page, and the keys and values in it. Everything is functional and runs inside `jax.jit`.
+
+    state = paging.create(planes=8, pages=256, page_size=16, kv_heads=2, key_width=64, requests=4, ...)
+    state, reservation = paging.reserve(state, counts, width=1)           # room for new tokens; lengths grow here
+    state, stale = paging.write(state, plane, reservation, k, v)          # once for each plane
+    table = paging.view(state, plane)                                     # what the attention operations take
+    paging.check(state)                                                   # on the host: raises OutOfPages
+
+One page table serves all planes: page `p` of plane `u` is page `u * N + p` of the flattened pool (`flat`). Every page a
+table names carries the incarnation it was leased at; an entry that is no longer live is absent for reads and ignored by
+writes and releases, and it is counted in the result. A state is a `lax.scan` carry, and its buffers may be donated:
+keep the returned state then, the old one is gone.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparse_jax import slot_pool
+from sparse_jax.slot_pool import INT32_MAX, SlotPool, as_int32
+
+OK = 0
+OUT_OF_PAGES = 1  # not enough free pages
+TABLE_FULL = 2  # more tokens than pages_per_request pages hold
+STALE = 3  # the partly filled last page is not this request's any more: there is no place to go on
+BAD_COUNT = 4  # asked for less than 0 or more than `width` tokens
+
+
+class OutOfPages(RuntimeError):
+    """Some requests could not get the room they asked for. `requests` are their numbers."""
+
+    def __init__(self, message: str, requests: tuple[int, ...]):
+        super().__init__(message)
+        self.requests = requests
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """Pages of B requests, W at most for each, in the order of their tokens."""
+
+    pages: jax.Array  # i32[B, W] page ids, -1 absent
+    incarnations: jax.Array  # i32[B, W] that each page was leased at, -1 where absent
+    lengths: jax.Array  # i32[B] tokens
+    status: jax.Array  # i32[B] OK or why the last reserve of this request failed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of all planes."""
+
+    k: jax.Array  # [planes, N, Hkv, P, D]
+    v: jax.Array  # [planes, N, Hkv, P, Dv]
+
+    @property
+    def planes(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def pages(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[3]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedState:
+    """Page ownership, page tables, keys and values."""
+
+    pool: SlotPool
+    table: PageTable
+    kv: PagedKV
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """Where the new tokens of a step go. Good until a page in it changes hands; after that writes ignore it."""
+
+    slots: jax.Array  # i32[B, width] page * P + offset in one plane; -1 absent (fewer tokens, or the request failed)
+    incarnations: jax.Array  # i32[B, width] of the pages of these slots, -1 absent
+    copied_from: jax.Array  # i32[B] page that was copied before the write, -1 none
+    copied_to: jax.Array  # i32[B] page that it was copied to, -1 none; side data of pages must be copied likewise
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageView:
+    """One plane as the attention operations read it: everything stale is already -1."""
+
+    page_table: jax.Array  # i32[B, W] pages of the flattened pool, plane * N + page; -1 absent
+    lengths: jax.Array  # i32[B]
+    stale: jax.Array  # i32[] table entries that were hidden because they are not live
+
+
+def create(
+    *,
+    planes: int,
+    pages: int,
+    page_size: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int | None = None,
+    requests: int,
+    pages_per_request: int,
+    dtype=jnp.float32,
+) -> PagedState:
+    """An empty state: `pages` free pages of `page_size` tokens, and `requests` empty requests.
+
+    Keys are [planes, pages, kv_heads, page_size, key_width] of `dtype` (a float type of 1, 2 or 4 bytes), values the
+    same with value_width (default key_width). Raises ValueError with the values seen.
+    """
+    value_width = key_width if value_width is None else value_width
+    dtype = jnp.dtype(dtype)
+    sizes = dict(planes=planes, pages=pages, page_size=page_size, kv_heads=kv_heads, key_width=key_width)
+    sizes |= dict(value_width=value_width, requests=requests, pages_per_request=pages_per_request)
+    if wrong := {name: size for name, size in sizes.items() if not isinstance(size, int | np.integer) or size < 1}:
+        raise ValueError(f"sizes are integers from 1 up, got {wrong}")
+    if page_size & (page_size - 1):
+        raise ValueError(f"page_size must be a power of two, got {page_size}")
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _UNSIGNED:
+        raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
+    if (slots := planes * pages * page_size) > INT32_MAX:
+        raise ValueError(f"slots are int32: planes * pages * page_size = {slots} is above {INT32_MAX} ({sizes})")
+    if (tokens := pages_per_request * page_size) > INT32_MAX:
+        raise ValueError(f"token ids are int32: pages_per_request * page_size = {tokens} is above {INT32_MAX}")
+    absent = (requests, pages_per_request)
+    return PagedState(
+        pool=slot_pool.create_slots(pages),
+        table=PageTable(
+            pages=jnp.full(absent, -1, jnp.int32),
+            incarnations=jnp.full(absent, -1, jnp.int32),
+            lengths=jnp.zeros(requests, jnp.int32),
+            status=jnp.full(requests, OK, jnp.int32),
+        ),
+        kv=PagedKV(
+            k=jnp.zeros((planes, pages, kv_heads, page_size, key_width), dtype),
+            v=jnp.zeros((planes, pages, kv_heads, page_size, value_width), dtype),
+        ),
+    )
+
+
+def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedState, Reservation]:
+    """Room for counts[b] <= width more tokens of each request b; all or nothing for each request.
+
+    counts i32[B]. Requests are served as if they came one after the other: one that does not fit keeps its length,
+    pages and KV and gets a status (OUT_OF_PAGES, TABLE_FULL, STALE, BAD_COUNT), and a later, smaller one may still fit.
+    A count of 0 leaves the request and its status alone; any other success sets OK. A partly filled last page with
+    several holders is copied in all planes before it can be written, except by the last of its holders.
+    """
+    pool, table, kv = state.pool, state.table, state.kv
+    requests, table_width = table.pages.shape
+    counts = as_int32(counts, "counts")
+    if counts.shape != (requests,) or width < 1:
+        raise ValueError(f"counts is i32[{requests}] and width at least 1, got {list(counts.shape)} and {width}")
+    page_size, room = kv.page_size, table_width * kv.page_size
+    length = jnp.clip(table.lengths, 0, room)
+    offset = length % page_size
+    wanted, fits = (counts > 0) & (counts <= width), counts <= room - length
+    sized = jnp.where(wanted & fits, counts, 0)
+
+    # The pages that up to `width` new tokens can touch: never more than these columns of the table.
+    columns = (length // page_size)[:, None] + jnp.arange((width + page_size - 2) // page_size + 1, dtype=jnp.int32)
+    touched = (sized > 0)[:, None] & (columns <= ((length + sized - 1) // page_size)[:, None])
+    at = jnp.minimum(columns, table_width - 1)
+    pages = jnp.where(touched, jnp.take_along_axis(table.pages, at, axis=1), -1)
+    leased_at = jnp.where(touched, jnp.take_along_axis(table.incarnations, at, axis=1), -1)
+    holders = slot_pool.holders_of(pool, pages, leased_at)
+    orphan = (sized > 0) & (offset > 0) & (holders[:, 0] == 0)
+
+    tail = jnp.where((offset > 0) & (holders[:, 0] > 0), pages[:, 0], -1)
+    granted, fresh = _grant((sized > 0) & ~orphan, touched, holders, tail, pool.free_count)
+    pool, new_pages, new_incarnations = slot_pool.take(pool, fresh.reshape(-1))
+    pool, _ = slot_pool.release(pool, jnp.where(fresh & (holders > 0), pages, -1), leased_at)
+    copied = granted & fresh[:, 0] & (tail >= 0)
+    pages = jnp.where(fresh, new_pages.reshape(fresh.shape), pages)
+    leased_at = jnp.where(fresh, new_incarnations.reshape(fresh.shape), leased_at)
+    copied_from, copied_to = jnp.where(copied, tail, -1), jnp.where(copied, pages[:, 0], -1)
+
+    rows, into = jnp.arange(requests)[:, None], jnp.where(fresh, columns, table_width)
+    conditions = [counts == 0, granted, ~wanted, ~fits, orphan]
+    table = PageTable(
+        pages=table.pages.at[rows, into].set(pages, mode="drop"),
+        incarnations=table.incarnations.at[rows, into].set(leased_at, mode="drop"),
+        lengths=table.lengths + jnp.where(granted, sized, 0),
+        status=jnp.select(conditions, [table.status, OK, BAD_COUNT, TABLE_FULL, STALE], OUT_OF_PAGES).astype(jnp.int32),
+    )
+    slots, incarnations = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
+    reservation = Reservation(slots, incarnations, copied_from, copied_to)
+    return PagedState(pool, table, _copy_pages(kv, copied_from, copied_to)), reservation
+
+
+def write(
+    state: PagedState, plane: jax.Array, reservation: Reservation, k: jax.Array, v: jax.Array
+) -> tuple[PagedState, jax.Array]:
+    """Write the new tokens of one plane: k [B, width, Hkv, D], v [B, width, Hkv, Dv] into the reserved slots.
+
+    plane is i32[] and may be traced. Only live pages with a single holder are written, so a shared page never changes;
+    reserve, write every plane, then share. Values are cast to the pool's type; eight-bit floats saturate, NaN stays NaN.
+    Returns (state, stale i32[]): the reserved slots that were ignored. The pool is not copied when it is donated.
+    """
+    kv = state.kv
+    _check_new(k, (*reservation.slots.shape, *kv.k.shape[2:3], kv.k.shape[4]), "k")
+    _check_new(v, (*reservation.slots.shape, *kv.v.shape[2:3], kv.v.shape[4]), "v")
+    plane, slots, stale = _writable(state, plane, reservation)
+    return _store(state, plane, slots, k, v), stale
+
+
+def append(state: PagedState, k: jax.Array, v: jax.Array, counts: jax.Array) -> tuple[PagedState, Reservation]:
+    """Reserve and write all planes: k [planes, B, width, Hkv, D], v [planes, B, width, Hkv, Dv], counts i32[B].
+
+    The first counts[b] tokens of request b are appended, or none (see `reserve`).
+    """
+    kv, requests, width = state.kv, state.table.lengths.shape[0], k.shape[2]
+    _check_new(k, (kv.planes, requests, width, kv.k.shape[2], kv.k.shape[4]), "k")
+    _check_new(v, (kv.planes, requests, width, kv.v.shape[2], kv.v.shape[4]), "v")
+    state, reservation = reserve(state, counts, width)
+    _, slots, _ = _writable(state, 0, reservation)
+    return _store(state, slice(None), slots, jnp.moveaxis(k, 0, 2), jnp.moveaxis(v, 0, 2)), reservation
+
+
+def view(state: PagedState, plane: jax.Array) -> PageView:
+    """Page table of one plane (i32[], may be traced) for the attention operations, with everything stale -1."""
+    kv, table = state.kv, state.table
+    alive = slot_pool.live(state.pool, table.pages, table.incarnations)
+    plane, inside = _plane(kv, plane)
+    pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
+    return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive))
+
+
+def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
+    """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses."""
+    return kv.k.reshape(-1, *kv.k.shape[2:]), kv.v.reshape(-1, *kv.v.shape[2:])
+
+
+def flat_slots(state: PagedState, plane: jax.Array, reservation: Reservation) -> jax.Array:
+    """Slots i32[B, width] of the flattened pool that `write` writes for this plane; -1 absent or stale."""
+    plane, slots, _ = _writable(state, plane, reservation)
+    return jnp.where(slots >= 0, plane * (state.kv.pages * state.kv.page_size) + slots, -1)
+
+
+def flat_copies(state: PagedState, reservation: Reservation) -> tuple[jax.Array, jax.Array]:
+    """Pages of the flattened pool that `reserve` copied: (sources, targets) i32[planes * B], -1 none.
+
+    What else is kept for a page (minima, scales, scores) must be copied along.
+    """
+    first = jnp.arange(state.kv.planes, dtype=jnp.int32)[:, None] * state.kv.pages
+    return tuple(
+        jnp.where(pages >= 0, first + pages, -1).reshape(-1)
+        for pages in (reservation.copied_from, reservation.copied_to)
+    )
+
+
+def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.Array) -> tuple[PagedState, jax.Array]:
+    """Give the empty request `target` the first `tokens` tokens of `source` without copying; all i32[], may be traced.
+
+    `tokens` is cut to the length of the source. The pages that hold them get one more holder, the last one too when it
+    is only partly used: who appends to it first gets a copy. Nothing happens when `source` or `target` is -1.
+    Returns (state, stale i32[]): the source's entries that are not live and stay absent in the target; or 1 for a share
+    that was ignored because the target is not empty (it has tokens or pages), is the source, or either is out of range.
+    """
+    pool, table = state.pool, state.table
+    requests, table_width = table.pages.shape
+    source, target, tokens = (
+        as_int32(x, name) for x, name in ((source, "source"), (target, "target"), (tokens, "tokens"))
+    )
+    inside = (source >= 0) & (source < requests) & (target >= 0) & (target < requests) & (source != target)
+    from_, to = jnp.where(inside, source, 0), jnp.where(inside, target, 0)
+    alive = slot_pool.live(pool, table.pages[to], table.incarnations[to])
+    allowed = inside & (table.lengths[to] <= 0) & ~jnp.any(alive)
+
+    length = jnp.clip(tokens, 0, jnp.clip(table.lengths[from_], 0, table_width * state.kv.page_size))
+    length = jnp.where(allowed, length, 0)
+    covers = jnp.arange(table_width, dtype=jnp.int32) < (length + state.kv.page_size - 1) // state.kv.page_size
+    pages = jnp.where(covers, table.pages[from_], -1)
+    incarnations = jnp.where(covers, table.incarnations[from_], -1)
+    kept = slot_pool.live(pool, pages, incarnations)
+    pool, stale = slot_pool.hold(pool, pages, incarnations)
+
+    into = jnp.where(length > 0, to, requests)
+    table = dataclasses.replace(
+        table,
+        pages=table.pages.at[into].set(jnp.where(kept, pages, -1), mode="drop"),
+        incarnations=table.incarnations.at[into].set(jnp.where(kept, incarnations, -1), mode="drop"),
+        lengths=table.lengths.at[into].set(length, mode="drop"),
+    )
+    ignored = ~allowed & (source != -1) & (target != -1)
+    return dataclasses.replace(state, pool=pool, table=table), stale + ignored.astype(jnp.int32)
+
+
+def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Array]:
+    """Empty the requests marked in `requests` bool[B]: let go of their pages, length 0, status OK.
+
+    Returns (state, stale i32[]): their table entries that were ignored because they are not live.
+    """
+    table = state.table
+    requests = jnp.asarray(requests)
+    if requests.shape != table.lengths.shape or requests.dtype != jnp.bool_:
+        raise ValueError(f"requests is bool{list(table.lengths.shape)}, got {requests.dtype}{list(requests.shape)}")
+    rows = requests[:, None]
+    pool, stale = slot_pool.release(state.pool, jnp.where(rows, table.pages, -1), table.incarnations)
+    table = PageTable(
+        pages=jnp.where(rows, -1, table.pages),
+        incarnations=jnp.where(rows, -1, table.incarnations),
+        lengths=jnp.where(requests, 0, table.lengths),
+        status=jnp.where(requests, OK, table.status),
+    )
+    return dataclasses.replace(state, pool=pool, table=table), stale
+
+
+def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [W * P, Hkv, D] and values [W * P, Hkv, Dv] of one request in token order; zeros where absent or stale."""
+    kv, table = state.kv, state.table
+    plane, plane_inside = _plane(kv, plane)
+    request = as_int32(request, "request")
+    inside = (request >= 0) & (request < table.lengths.shape[0])
+    row = jnp.where(inside, request, 0)
+    alive = slot_pool.live(state.pool, table.pages[row], table.incarnations[row])
+    pages = jnp.where(alive, table.pages[row], 0)
+    token = jnp.arange(pages.size * kv.page_size, dtype=jnp.int32)
+    valid = jnp.repeat(alive, kv.page_size) & (token < table.lengths[row]) & inside & plane_inside
+
+    def tokens(pool):
+        rows = jnp.moveaxis(_bits(pool)[plane, pages], 2, 1).reshape(token.size, pool.shape[2], pool.shape[4])
+        return lax.bitcast_convert_type(jnp.where(valid[:, None, None], rows, 0), pool.dtype)
+
+    return tokens(kv.k), tokens(kv.v)
+
+
+def check(state: PagedState) -> None:
+    """Raise OutOfPages if the last reserve of some request failed. For the host: it waits for the state."""
+    status, lengths = np.asarray(state.table.status), np.asarray(state.table.lengths)
+    if not status.any():
+        return
+    table_width, page_size = state.table.pages.shape[1], state.kv.page_size
+    reasons = {
+        OUT_OF_PAGES: f"found too few free pages ({int(state.pool.free_count)} of {state.kv.pages} are free, of "
+        f"{page_size} tokens each): release finished requests or create the state with more pages",
+        TABLE_FULL: f"do not fit their page table of {table_width} pages of {page_size} tokens: "
+        "create the state with more pages_per_request",
+        STALE: "lost their last page: the table is older than the pool",
+        BAD_COUNT: "were asked to grow by a count below 0 or above the width",
+    }
+    lines = []
+    for code, reason in reasons.items():
+        if (failed := np.flatnonzero(status == code)).size:
+            lines.append(f"requests {failed.tolist()} with lengths {lengths[failed].tolist()} {reason}")
+    raise OutOfPages("; ".join(lines), tuple(np.flatnonzero(status).tolist()))
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _bits(pool: jax.Array) -> jax.Array:
+    # Scattering into a bf16 or fp8 pool makes XLA copy all of it on some backends; into unsigned integers never.
+    return lax.bitcast_convert_type(pool, _UNSIGNED[pool.dtype.itemsize])
+
+
+def _plane(kv: PagedKV, plane) -> tuple[jax.Array, jax.Array]:
+    plane = as_int32(plane, "plane")
+    if plane.ndim:
+        raise ValueError(f"plane is one number, got shape {list(plane.shape)}")
+    inside = (plane >= 0) & (plane < kv.planes)
+    return jnp.where(inside, plane, 0), inside
+
+
+def _check_new(x: jax.Array, shape: tuple[int, ...], name: str) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must be {list(shape)} for this reservation and pool, got {list(x.shape)}")
+
+
+def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(plane i32[], slots i32[B, width] with -1 where not to be written, stale i32[])."""
+    plane, inside = _plane(state.kv, plane)
+    slots, page_size = reservation.slots, state.kv.page_size
+    pages = jnp.where(slots >= 0, slots // page_size, slots)
+    sole = slot_pool.holders_of(state.pool, pages, reservation.incarnations) == 1
+    return plane, jnp.where(sole & inside, slots, -1), slot_pool.count_stale(slots, sole & inside)
+
+
+def _store(state: PagedState, plane, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedState:
+    """Write k [B, width, (planes,) Hkv, D] and v at slots i32[B, width], -1 absent; plane is a number or all of them."""
+    kv, slots = state.kv, slots.reshape(-1)
+    page = jnp.where(slots >= 0, slots // kv.page_size, kv.pages + jnp.arange(slots.size, dtype=jnp.int32))
+    offset = jnp.where(slots >= 0, slots % kv.page_size, 0)
+
+    def put(pool, new):
+        new = new.reshape(slots.size, *new.shape[2:])
+        if pool.dtype.itemsize == 1:  # a plain cast of what is too large for eight bits gives NaN
+            new = jnp.clip(
+                new, jnp.finfo(pool.dtype).min.astype(new.dtype), jnp.finfo(pool.dtype).max.astype(new.dtype)
+            )
+        # Separate axes, so that no flat offset can pass 2**31. Absent rows go past the end, each to its own page there:
+        # -1 would wrap, and the indices must be unique to spare a GPU the atomics.
+        bits = (
+            _bits(pool).at[plane, page, :, offset].set(_bits(new.astype(pool.dtype)), mode="drop", unique_indices=True)
+        )
+        return lax.bitcast_convert_type(bits, pool.dtype)
+
+    return dataclasses.replace(state, kv=PagedKV(put(kv.k, k), put(kv.v, v)))
+
+
+def _grant(eligible, touched, holders, tail, free_count) -> tuple[jax.Array, jax.Array]:
+    """First fit in request order: (granted bool[B], fresh bool[B, K], the touched pages that must be new ones).
+
+    tail i32[B] is the partly filled page that a request goes on with. All who share it want a copy, but each copy lets
+    go of the original, so the last holder may keep it: count the granted ones before each request.
+    """
+    before = jnp.tril(tail[:, None] == tail, -1) & (tail >= 0)[:, None]  # [B, B]
+
+    def fresh_pages(granted):
+        left = jnp.sum(before & granted, axis=1, dtype=jnp.int32)
+        sole = jnp.concatenate([(holders[:, 0] - left == 1)[:, None], holders[:, 1:] == 1], axis=1)
+        return touched & granted[:, None] & ~sole
+
+    def too_much(granted):
+        need = jnp.sum(fresh_pages(granted), axis=1, dtype=jnp.int32)
+        return (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > free_count)
+
+    def turn_first_away(granted):
+        over = too_much(granted)
+        return granted & ~(over & (jnp.cumsum(over, dtype=jnp.int32) == 1))
+
+    granted = lax.while_loop(lambda granted: jnp.any(too_much(granted)), turn_first_away, eligible)
+    return granted, fresh_pages(granted)
+
+
+def _slots(pages, incarnations, offset, counts, width, page_size) -> tuple[jax.Array, jax.Array]:
+    """Slots i32[B, width] and their incarnations for counts i32[B] tokens from `offset` in the first of pages i32[B, K]."""
+    token = jnp.arange(width, dtype=jnp.int32)
+    place = offset[:, None] + token
+    valid = token < counts[:, None]
+    page = jnp.take_along_axis(pages, place // page_size, axis=1)
+    slots = jnp.where(valid, page * page_size + place % page_size, -1)
+    return slots, jnp.where(valid, jnp.take_along_axis(incarnations, place // page_size, axis=1), -1)
+
+
+def _copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
+    """Copy pages sources i32[B] to targets i32[B] in all planes, -1 none. One at a time: most steps copy nothing."""
+    (which,) = jnp.nonzero(targets >= 0, size=targets.size, fill_value=0)
+
+    def copy_one(i, pools):
+        source, target = sources[which[i]], targets[which[i]]
+        pages = [lax.dynamic_slice_in_dim(pool, source, 1, axis=1) for pool in pools]
+        return tuple(lax.dynamic_update_slice_in_dim(*x, target, axis=1) for x in zip(pools, pages, strict=True))
+
+    copies = jnp.sum(targets >= 0, dtype=jnp.int32)
+    k, v = lax.fori_loop(jnp.int32(0), copies, copy_one, (_bits(kv.k), _bits(kv.v)))
+    return PagedKV(lax.bitcast_convert_type(k, kv.k.dtype), lax.bitcast_convert_type(v, kv.v.dtype))

@@ -1,0 +1,95 @@
+"""Checks of the public functions: shapes and dtypes when they are traced, values under `checked`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+CACHE_DTYPES = (*QUERY_DTYPES, jnp.float8_e4m3fn)
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message) unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def as_array(name: str, value: Any) -> jax.Array:
+    """A device array that later changes of a NumPy argument cannot reach: a transfer may still be pending when the caller goes on."""
+    require(value is not None, f"{name} is required, got None")
+    return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
+
+
+def as_float(name: str, value: Any, dtypes: tuple[Any, ...] = QUERY_DTYPES) -> jax.Array:
+    array = as_array(name, value)
+    names = ", ".join(jnp.dtype(d).name for d in dtypes)
+    require(any(array.dtype == d for d in dtypes), f"{name} must have one of the dtypes {names}, got {array.dtype} {array.shape}")
+    return array
+
+
+def as_ids(name: str, value: Any) -> jax.Array:
+    """int32 ids. Wider integers are clipped first, so that an id out of range stays out of range."""
+    array = as_array(name, value)
+    require(jnp.issubdtype(array.dtype, jnp.integer), f"{name} must hold integers, got {array.dtype} {array.shape}")
+    if array.dtype == jnp.int32:
+        return array
+    low = max(INT32_MIN, int(jnp.iinfo(array.dtype).min))
+    high = min(INT32_MAX, int(jnp.iinfo(array.dtype).max))
+    return jnp.clip(array, low, high).astype(jnp.int32)
+
+
+def check_shape(name: str, array: jax.Array, *allowed: tuple[int | None, ...]) -> None:
+    """The shape must match one of `allowed`; None in it stands for any size."""
+    for shape in allowed:
+        if len(shape) == array.ndim and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True)):
+            return
+    wanted = " or ".join("[" + ", ".join("*" if n is None else str(n) for n in shape) + "]" for shape in allowed)
+    raise ValueError(f"{name} must have the shape {wanted}, got {list(array.shape)}")
+
+
+def debug_ids(name: str, ids: jax.Array, limit: int | jax.Array) -> None:
+    """Under `checked`: every id is -1 or lies in [0, limit). Costs nothing otherwise."""
+    good = (ids >= -1) & (ids < limit)
+    checkify.debug_check(
+        jnp.all(good),
+        name + ": ids must be -1 (absent) or lie in [0, {limit}), got {bad}",
+        limit=jnp.max(jnp.asarray(limit)),
+        bad=jnp.ravel(ids)[jnp.argmin(jnp.ravel(good))] if ids.size else jnp.int32(0),
+    )
+
+
+def debug_lengths(name: str, lengths: jax.Array, capacity: int) -> None:
+    """Under `checked`: lengths lie in [0, capacity]."""
+    checkify.debug_check(
+        jnp.all((lengths >= 0) & (lengths <= capacity)),
+        name + ": lengths must lie in [0, {capacity}], got {low} to {high}",
+        capacity=jnp.int32(capacity),
+        low=jnp.min(lengths, initial=INT32_MAX),
+        high=jnp.max(lengths, initial=INT32_MIN),
+    )
+
+
+def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that does what `fn` does and raises a clear error for ids and lengths out of range.
+
+    For debugging: without it such an id is absent (contract 1). `fn` may be jitted, and may call operations of this library anywhere inside.
+    Raises `jax.experimental.checkify.JaxRuntimeError` that names the argument and shows the values. Waits for the result of each call, so the
+    returned function is called from the host, not inside `jit`.
+    """
+    instrumented = checkify.checkify(fn, errors=checkify.user_checks)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        error, result = instrumented(*args, **kwargs)
+        error.throw()
+        return result
+
+    return wrapper

@@ -1,0 +1,26 @@
+"""Merging attention over disjoint sets of keys. Kernel and plain-jnp results meet here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """outs [parts, ..., Hq, Dv], lses f32[parts, ..., Hq], sinks None or f32[Hq] -> out f32[..., Hq, Dv], lse f32[..., Hq].
+
+    With w_i = exp(lse_i - max lse): out = sum_i w_i out_i / (sum_i w_i + exp(sink - max)), lse = max + log(sum_i w_i).
+    """
+    top = jnp.max(lses, axis=0, initial=-jnp.inf)
+    top = top if sinks is None else jnp.maximum(top, sinks)
+    top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    used = ~jnp.isneginf(lses)
+    weights = jnp.where(used, jnp.exp(jnp.where(used, lses, 0.0) - top), 0.0)
+    total = jnp.sum(weights, axis=0)
+    below = total if sinks is None else total + jnp.exp(sinks - top)
+    share = weights / jnp.where(total == 0, 1.0, below)
+    # A part of weight 0 is selected away: its out may hold anything.
+    out = jnp.sum(jnp.where(used[..., None], outs.astype(jnp.float32), 0.0) * share[..., None], axis=0)
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1.0, total)))
+    return out, lse

@@ -21,9 +21,9 @@ def report() -> dict[str, Any]:
     """Everything `sparse-jax info` shows.
 
     Returns:
-        `versions` {name: version}; `devices` [{id, kind, platform, memory_gb, capability}]; `operations`
-        {name: {implementation, why}}, found by lowering a small call of each for the default device; `hints` [text], what to do
-        where something is missing.
+        `versions` {name: version}; `devices` [{id, kind, platform, memory_gb, capability}];
+        `operations` {name: {implementation, why}}, found by lowering a small call of each for the default device;
+        `hints` [text], what to do where something is missing.
     """
     devices = [_describe(device) for device in jax.devices()]
     return {
@@ -74,7 +74,7 @@ def _operations() -> dict[str, tuple[Callable[[], Any], bool]]:
 
 
 def operation(call: Callable[[], Any], has_kernel: bool) -> dict[str, str]:
-    """Which implementation `implementation=None` means here. It is read off the lowered program, so it is what would really run."""
+    """What `implementation=None` means here, read off the lowered program: it is what would really run."""
     device = jax.devices()[0]
     try:
         lowered = jax.jit(call).lower().as_text()
@@ -106,7 +106,7 @@ def hints(devices: list[dict[str, Any]], nvidia: bool) -> list[str]:
         capability = device["capability"]
         if capability and float(capability) < OLDEST_CAPABILITY:
             found.append(
-                f"{device['kind']} has compute capability {capability}; the kernels need {OLDEST_CAPABILITY} (Ampere) or newer. "
-                'Use implementation="xla" on it.'
+                f"{device['kind']} has compute capability {capability}; the kernels need {OLDEST_CAPABILITY} (Ampere) "
+                'or newer. Use implementation="xla" on it.'
             )
     return found

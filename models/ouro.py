@@ -287,11 +287,19 @@ class Ouro(nnx.Module):
             return jnp.einsum("bsv,vh->bsh", jax.nn.one_hot(tokens, self.config.vocab_size, dtype=self.dtype), table)
         return table[tokens]
 
-    def loops(self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Cache) -> tuple[OuroOutput, Cache]:
+    def loops(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        keep: Callable[[jax.Array], jax.Array] = lambda h: h,
+    ) -> tuple[OuroOutput, Cache]:
         """Run all loops with the given attention; every forward, prefill and decode step comes through here.
 
         tokens, positions i32[B, S]. `attend` is called once per plane, in the order of the planes, with the plane as a
-        traced i32[] (the loops are one `lax.scan`), and threads `cache` on. Returns (OuroOutput, new cache).
+        traced i32[] (the loops are one `lax.scan`), and threads `cache` on. `keep` picks the tokens whose result is
+        wanted from h [B, S, H], all by default. Returns (OuroOutput of the kept tokens, new cache).
         """
         layers = self.config.num_layers
 
@@ -300,7 +308,7 @@ class Ouro(nnx.Module):
             for index, layer in enumerate(self.layers):
                 h, cache = layer(h, positions, u * layers + index, attend, cache)
             h = self.norm(h)
-            return (h, cache), (h, self.early_exit_gate(h))
+            return (h, cache), (keep(h), self.early_exit_gate(keep(h)))
 
         loops = jnp.arange(self.config.loops, dtype=jnp.int32)
         (_, cache), (hidden, gate_logits) = jax.lax.scan(loop, (self.embed(tokens), cache), loops)

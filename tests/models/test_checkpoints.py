@@ -239,13 +239,31 @@ def test_configurations_of_other_models_are_refused(tmp_path, tensors, fields, m
 
 def test_config_fields_of_the_released_models():
     data = {
-        "architectures": ["OuroForCausalLM"], "model_type": "ouro", "vocab_size": 49152, "hidden_size": 2048,
-        "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "head_dim": 128, "max_position_embeddings": 65536, "rope_theta": 1e6, "rope_scaling": None,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "total_ut_steps": 4, "early_exit_threshold": 1.0, "tie_word_embeddings": False,
-        "layer_types": ["full_attention"] * 24, "sliding_window": None, "use_sliding_window": False,
-        "attention_dropout": 0.0, "initializer_range": 0.02, "bos_token_id": 0, "eos_token_id": 0,
-    }  # fmt: skip
+        "architectures": ["OuroForCausalLM"],
+        "model_type": "ouro",
+        "vocab_size": 49152,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 65536,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "total_ut_steps": 4,
+        "early_exit_threshold": 1.0,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * 24,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     assert checkpoints.config_from_json(data) == OuroConfig.ouro_1_4b()
     assert checkpoints.config_from_json(data | {"eos_token_id": 2}).stop_ids == (0, 2)
     newer = {key: value for key, value in data.items() if key not in ("rope_theta", "rope_scaling", "total_ut_steps")}

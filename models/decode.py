@@ -1,0 +1,277 @@
+"""Prefill, one decode step, and a chunk of decode steps of an Ouro over a paged cache: pure functions of their state.
+
+Each step writes the new token's keys and values into every plane and attends through a selector:
+
+    reserve room for one token of each request           (lengths grow here)
+    for each plane: write k, v; tell the selector; let it attend
+    logits of the exit loop
+
+`decode_chunk` is a `lax.scan` of such steps with sampling between them, jit-compiled by its caller.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.exit_gate import select_exit
+from models.ouro import Ouro, OuroOutput
+from models.sampling import GREEDY, Sampling, sample
+from sparse_jax import paging
+from sparse_jax.paging import PagedState, Reservation
+from sparse_jax.selectors import Attended, Selector
+
+AttendPlane = Callable[..., Attended]
+"""(selector, selector_state, plane i32[], q [B, 1, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
+
+
+def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
+    """The default `AttendPlane`: the selector chooses and attends, alike in every plane."""
+    del plane
+    return selector.attend(state, q, k_pages, v_pages, view, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """What is fixed for a whole generation; hashable, a static argument of the jitted functions.
+
+    implementation: of the attention operations. exit_threshold and exit_step: None takes those of the model. attend:
+    where a method that treats loops or layers differently comes in; it gets the plane `u * L + l`.
+    """
+
+    selector: Selector
+    sampling: Sampling = GREEDY
+    stop_ids: tuple[int, ...] = ()
+    implementation: str | None = None
+    exit_threshold: float | None = None
+    exit_step: int | None = None
+    attend: AttendPlane = attend_by_selector
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """All that changes while B requests are decoded; a `lax.scan` carry whose buffers are donated."""
+
+    paged: PagedState
+    selector: Any  # the selector's own pytree
+    tokens: jax.Array  # i32[B] the last token of each request: sampled, not in the cache yet
+    generated: jax.Array  # i32[B] tokens sampled so far
+    limits: jax.Array  # i32[B] tokens to sample at most
+    started: jax.Array  # bool[B] the prompt is in the cache
+    done: jax.Array  # bool[B] a stop token or the limit was reached
+    keys: jax.Array  # key[B] one random stream per request
+
+
+class DecodeOutput(NamedTuple):
+    """Result of one step for B requests."""
+
+    logits: jax.Array  # f32[B, V] for the token after this one
+    exit_loop: jax.Array  # i32[B] the loop whose hidden state gave them
+    paged: PagedState
+    selector_state: Any
+    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read, summed over the KV heads
+    stale: jax.Array  # i32[] writes and table entries that were ignored because they were stale
+
+
+class StepOutput(NamedTuple):
+    """What one step of a chunk tells the host."""
+
+    tokens: jax.Array  # i32[B] the new token; -1 where there is none (done, stopped here, or out of pages)
+    lengths: jax.Array  # i32[B] tokens in the cache that a dense step reads; 0 where the request took no part
+    tokens_read: jax.Array  # i32[planes, B]
+    exit_loop: jax.Array  # i32[B], -1 where the request took no part
+    stale: jax.Array  # i32[]
+
+
+def prefill(
+    model: Ouro,
+    tokens: jax.Array,
+    counts: jax.Array,
+    paged: PagedState,
+    selector: Selector,
+    selector_state: Any,
+    *,
+    exit_threshold: float | None = None,
+    exit_step: int | None = None,
+) -> DecodeOutput:
+    """Fill the cache of empty requests: tokens i32[B, S] right-padded prompts, counts i32[B] their lengths, 0 = none.
+
+    Attention is dense and causal inside the prompt; every plane is written. The logits are those after the last token
+    of each prompt (undefined for a count of 0). A request that finds no room stays empty and gets its status in
+    `paged.table`. tokens_read counts nothing here.
+    """
+    paged, reservation = paging.reserve(paged, counts, tokens.shape[1])
+    selector_state = _follow_copies(selector, selector_state, paged, reservation)
+
+    def attend(plane, q, k, v, cache):
+        cache = _write(plane, k, v, cache, reservation, selector)
+        return model.causal(plane, q, k, v, cache)
+
+    def last(h):  # [B, S, H] -> [B, 1, H]
+        return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
+    output, cache = model.loops(tokens, positions, attend, cache, keep=last)
+    return _decode_output(model, output, cache, exit_threshold, exit_step)
+
+
+def decode_step(
+    model: Ouro,
+    tokens: jax.Array,
+    positions: jax.Array,
+    paged: PagedState,
+    selector: Selector,
+    selector_state: Any,
+    *,
+    implementation: str | None = None,
+    exit_threshold: float | None = None,
+    exit_step: int | None = None,
+    attend: AttendPlane = attend_by_selector,
+) -> DecodeOutput:
+    """One token of each request: tokens i32[B] at positions i32[B], the lengths of the requests; -1 = takes no part.
+
+    A request that takes no part changes nothing, reads nothing, and its logits are undefined. So are those of a request
+    that finds no page; its length, pages and keys stay, and `paged.table.status` says why. All loops are computed; the
+    exit only selects whose hidden state gives the logits.
+    """
+    takes_part = positions >= 0
+    paged, reservation = paging.reserve(paged, takes_part.astype(jnp.int32), 1)
+    selector_state = _follow_copies(selector, selector_state, paged, reservation)
+
+    def attend_plane(plane, q, k, v, cache):
+        cache = _write(plane, k, v, cache, reservation, selector)
+        view = paging.view(cache.paged, plane)
+        view = dataclasses.replace(view, lengths=jnp.where(takes_part, view.lengths, 0))
+        k_pages, v_pages = paging.flat(cache.paged.kv)
+        options = {"implementation": implementation}
+        output, state, read = attend(selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
+        reads = cache.reads.at[plane].set(read.sum(axis=-1, dtype=jnp.int32))
+        return output.out, cache._replace(selector=state, reads=reads, stale=cache.stale + view.stale)
+
+    cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
+    output, cache = model.loops(tokens[:, None], positions[:, None], attend_plane, cache)
+    return _decode_output(model, output, cache, exit_threshold, exit_step)
+
+
+class _Cache(NamedTuple):
+    """What the planes of one call thread on."""
+
+    paged: PagedState
+    selector: Any
+    reads: jax.Array  # i32[planes, B]
+    stale: jax.Array  # i32[]
+
+
+def _no_reads(paged: PagedState) -> jax.Array:
+    return jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
+
+
+def _write(plane, k, v, cache: _Cache, reservation: Reservation, selector: Selector) -> _Cache:
+    paged, stale = paging.write(cache.paged, plane, reservation, k, v)
+    state = selector.write(cache.selector, k, paging.flat_slots(paged, plane, reservation))
+    return cache._replace(paged=paged, selector=state, stale=cache.stale + stale)
+
+
+def _follow_copies(selector: Selector, state: Any, paged: PagedState, reservation: Reservation) -> Any:
+    """Side data of pages that were copied before a write; one request at a time, because most steps copy nothing."""
+    if not jax.tree.leaves(state):
+        return state
+    planes, requests = paged.kv.planes, reservation.copied_to.shape[0]
+    sources, targets = (pages.reshape(planes, requests) for pages in paging.flat_copies(paged, reservation))
+    (which,) = jnp.nonzero(reservation.copied_to >= 0, size=requests, fill_value=0)
+    copies = jnp.sum(reservation.copied_to >= 0, dtype=jnp.int32)
+
+    def copy_one(i, state):
+        return selector.copy(state, sources[:, which[i]], targets[:, which[i]])
+
+    return jax.lax.fori_loop(jnp.int32(0), copies, copy_one, state)
+
+
+def _decode_output(model: Ouro, output: OuroOutput, cache: _Cache, threshold, step) -> DecodeOutput:
+    if threshold is None and step is None:
+        threshold, step = model.config.exit_threshold, model.config.exit_step
+    threshold = model.config.exit_threshold if threshold is None else threshold
+    hidden, loop = select_exit(output.hidden[:, :, 0], output.gate_logits[:, :, 0], threshold=threshold, step=step)
+    return DecodeOutput(model.logits(hidden), loop, cache.paged, cache.selector, cache.reads, cache.stale)
+
+
+def _choose(logits, state: DecodeState, ready: jax.Array, options: DecodeOptions) -> tuple[DecodeState, jax.Array]:
+    """Sample for the requests that are `ready` -> (state, emitted i32[B]: the new tokens, -1 for none or a stop)."""
+    tokens = sample(logits, state.keys, state.generated, options.sampling)
+    stopped = jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32)) if options.stop_ids else jnp.zeros_like(ready)
+    generated = state.generated + ready
+    state = dataclasses.replace(
+        state,
+        tokens=jnp.where(ready, tokens, state.tokens),
+        generated=generated,
+        done=state.done | (ready & (stopped | (generated >= state.limits))),
+    )
+    return state, jnp.where(ready & ~stopped, tokens, -1)
+
+
+def prefill_batch(
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    tokens: jax.Array,
+    counts: jax.Array,
+    state: DecodeState,
+    options: DecodeOptions,
+) -> tuple[DecodeState, StepOutput]:
+    """Prefill the requests with a count above 0 and sample their first token; the others are left alone.
+
+    graph, params: `nnx.split(model)`. tokens i32[B, S], counts i32[B]. For `jax.jit` with static graph and options.
+    """
+    out = prefill(
+        nnx.merge(graph, params),
+        tokens,
+        counts,
+        state.paged,
+        options.selector,
+        state.selector,
+        exit_threshold=options.exit_threshold,
+        exit_step=options.exit_step,
+    )
+    ready = (counts > 0) & (out.paged.table.status == paging.OK)
+    state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state, started=state.started | ready)
+    state, emitted = _choose(out.logits, state, ready, options)
+    loops = jnp.where(ready, out.exit_loop, -1)
+    return state, StepOutput(emitted, jnp.where(ready, counts, 0), out.tokens_read, loops, out.stale)
+
+
+def decode_chunk(
+    graph: nnx.GraphDef, params: nnx.State, state: DecodeState, options: DecodeOptions, steps: int
+) -> tuple[DecodeState, StepOutput]:
+    """Run `steps` decode steps in one `lax.scan`; returns (state, StepOutput with a leading axis of steps).
+
+    A request that is done takes no part; one that finds no page tries again in the next step and keeps all it has.
+    For `jax.jit` with static graph, options and steps, and a donated state: then no step copies the pool.
+    """
+    model = nnx.merge(graph, params)
+
+    def step(state: DecodeState, _):
+        takes_part = state.started & ~state.done
+        out = decode_step(
+            model,
+            state.tokens,
+            jnp.where(takes_part, state.paged.table.lengths, -1),
+            state.paged,
+            options.selector,
+            state.selector,
+            implementation=options.implementation,
+            exit_threshold=options.exit_threshold,
+            exit_step=options.exit_step,
+            attend=options.attend,
+        )
+        ready = takes_part & (out.paged.table.status == paging.OK)
+        state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state)
+        state, emitted = _choose(out.logits, state, ready, options)
+        lengths = jnp.where(ready, out.paged.table.lengths, 0)
+        read = jnp.where(ready, out.tokens_read, 0)
+        return state, StepOutput(emitted, lengths, read, jnp.where(ready, out.exit_loop, -1), out.stale)
+
+    return jax.lax.scan(step, state, None, length=steps)

@@ -1,0 +1,304 @@
+"""Text generation on the host's side: prompts in, tokens out in chunks, and an account of what was read.
+
+    generation = generate(model, prompts, selector=selectors.get("quest", budget=256), max_tokens=200)
+    for chunk in generation:                 # one device call each
+        print(chunk.tokens)                  # the new tokens of every request
+    print(generation.stats())
+
+The device's side, the functions of `models.decode`, is compiled once per shape: prompt widths and page tables are
+rounded up, so that prompts of similar length share a compilation.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, prefill_batch
+from models.ouro import Ouro
+from models.sampling import GREEDY, Sampling, request_keys
+from sparse_jax import paging
+from sparse_jax.selectors import Dense, Selector
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one device call added: tokens[b] are the new tokens of request b, without the stop token."""
+
+    tokens: list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """The account of a generation so far. Times are wall-clock seconds of finished device work, without compilation.
+
+    kv_tokens_read counts the cached tokens that decode steps read, once per plane and KV head; kv_tokens_dense what
+    dense attention would have read. Both leave out the prefill, which is always dense.
+    """
+
+    prompt_tokens: int
+    tokens: int  # sampled in all, stop tokens included
+    compile_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float | None  # of the decode steps, all requests together; None before the first
+    kv_tokens_read: int
+    kv_tokens_dense: int
+    exit_loops: tuple[int, ...]  # decode tokens by the loop that gave their logits
+    stale: int  # reads and writes of pages that had changed hands; 0 unless something else uses the pool
+    peak_memory_bytes: int | None
+    peak_memory_of: str  # "device", or "process" where the device does not tell
+
+    @property
+    def kv_fraction(self) -> float | None:
+        """Share of the cache that was read, None before the first decode step."""
+        return self.kv_tokens_read / self.kv_tokens_dense if self.kv_tokens_dense else None
+
+
+def generate(
+    model: Ouro,
+    prompts: Sequence[Sequence[int]],
+    *,
+    selector: Selector | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    sampling: Sampling = GREEDY,
+    seed: int | Sequence[int] = 0,
+    stop_ids: Sequence[int] | None = None,
+    page_size: int = 16,
+    pages: int | None = None,
+    chunk: int = 16,
+    cache_dtype: Any = None,
+    implementation: str | None = None,
+    exit_threshold: float | None = None,
+    exit_step: int | None = None,
+) -> "Generation":
+    """Continue prompts of token ids; returns an iterator of chunks that also holds the result.
+
+    selector: which part of the cache each step reads (default: all of it). max_tokens, seed: one for all, or one per
+    request. stop_ids: default those of the model. pages: pages of the pool, default enough for everything. chunk:
+    tokens per device call. cache_dtype: default the model's dtype. exit_threshold, exit_step: default the model's;
+    a threshold of 1 or more is fixed depth. All loops are computed either way.
+
+    Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions.
+    """
+    config = model.config
+    options = DecodeOptions(
+        selector=Dense() if selector is None else selector,
+        sampling=sampling,
+        stop_ids=tuple(config.stop_ids if stop_ids is None else stop_ids),
+        implementation=implementation,
+        exit_threshold=exit_threshold,
+        exit_step=exit_step,
+    )
+    prompts = [[int(token) for token in prompt] for prompt in prompts]
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else [int(limit) for limit in max_tokens]
+    _check(prompts, limits, chunk, config.vocab_size, config.max_positions)
+    # The last token of a request is sampled, but never written.
+    needed = [-(-(len(prompt) + limit - 1) // page_size) for prompt, limit in zip(prompts, limits)]
+    paged = paging.create(
+        planes=config.planes,
+        pages=_rounded_up(sum(needed)) if pages is None else pages,
+        page_size=page_size,
+        kv_heads=config.num_kv_heads,
+        key_width=config.head_dim,
+        requests=len(prompts),
+        pages_per_request=_rounded_up(max(needed)),
+        dtype=cache_dtype or model.dtype,
+    )
+    requests = len(prompts)
+    state = DecodeState(
+        paged=paged,
+        selector=options.selector.init(paged.kv),
+        tokens=jnp.zeros(requests, jnp.int32),
+        generated=jnp.zeros(requests, jnp.int32),
+        limits=jnp.asarray(limits, jnp.int32),
+        started=jnp.zeros(requests, bool),
+        done=jnp.zeros(requests, bool),
+        keys=request_keys(seed, requests),
+    )
+    return Generation(model, prompts, state, options, chunk)
+
+
+def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: int, positions: int) -> None:
+    if not prompts:
+        raise ValueError("no prompts")
+    if len(limits) != len(prompts):
+        raise ValueError(f"need one max_tokens or one for each of {len(prompts)} prompts, got {len(limits)}")
+    if min(limits) < 1 or chunk < 1:
+        raise ValueError(f"max_tokens and chunk must be at least 1, got {min(limits)} and {chunk}")
+    for request, (prompt, limit) in enumerate(zip(prompts, limits)):
+        if not prompt:
+            raise ValueError(f"prompt {request} is empty; begin it with the model's first token")
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise ValueError(f"prompt {request} holds the id {wrong}; the vocabulary is 0 .. {vocabulary - 1}")
+        if len(prompt) + limit - 1 > positions:
+            raise ValueError(
+                f"prompt {request} has {len(prompt)} tokens; with {limit} new ones it passes the {positions} positions "
+                f"of the model: shorten the prompt or ask for at most {max(positions - len(prompt) + 1, 0)} tokens"
+            )
+
+
+def _rounded_up(n: int, least: int = 16) -> int:
+    """The next size in steps of a quarter of a power of two: few shapes to compile for, at most a quarter too much."""
+    step = max(least, 1 << max(n - 1, 1).bit_length() - 3)
+    return -(-n // step) * step
+
+
+class Generation:
+    """A running generation. Iterating goes on until every request is done; iterating again goes on where it stopped.
+
+    When requests find no free page, what the others generated is handed out first; then the iterator raises
+    `paging.OutOfPages`. Nothing is lost: after `release` of some requests, iterate again.
+    """
+
+    def __init__(self, model: Ouro, prompts: list[list[int]], state: DecodeState, options: DecodeOptions, chunk: int):
+        self.prompts, self.state, self.options, self.chunk = prompts, state, options, chunk
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        """What each request has generated so far, without the stop token."""
+        self.finished: list[str | None] = [None] * len(prompts)
+        """Why each request ended: "stop", "length" or "released"; None while it runs."""
+        self._graph, self._params = nnx.split(model)
+        self._config = model.config
+        self._compile_seconds = self._prefill_seconds = self._decode_seconds = 0.0
+        self._decoded = self._read = self._dense = self._stale = 0
+        self._exit_loops = np.zeros(model.config.loops, np.int64)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        while not all(self.finished):
+            new = self._decode() if np.asarray(self._waiting()).sum() == 0 else self._prefill()
+            if any(new):
+                yield Chunk(new)
+            paging.check(self.state.paged)
+
+    def release(self, requests: Sequence[int]) -> None:
+        """End these requests now and give their pages back; what they generated stays in `tokens`."""
+        marked = np.zeros(len(self.prompts), bool)
+        marked[list(requests)] = True
+        paged, stale = paging.release(self.state.paged, jnp.asarray(marked))
+        self._stale += int(stale)
+        self.state = dataclasses.replace(self.state, paged=paged, done=self.state.done | marked)
+        self.finished = [reason or ("released" if ended else None) for reason, ended in zip(self.finished, marked)]
+
+    def stats(self) -> Stats:
+        """The account so far."""
+        peak, source = peak_memory()
+        return Stats(
+            prompt_tokens=sum(map(len, self.prompts)),
+            tokens=int(np.asarray(self.state.generated).sum()),
+            compile_seconds=self._compile_seconds,
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self._decode_seconds,
+            tokens_per_second=self._decoded / self._decode_seconds if self._decode_seconds else None,
+            kv_tokens_read=self._read,
+            kv_tokens_dense=self._dense,
+            exit_loops=tuple(self._exit_loops.tolist()),
+            stale=self._stale,
+            peak_memory_bytes=peak,
+            peak_memory_of=source,
+        )
+
+    def _waiting(self) -> np.ndarray:
+        """Requests whose prompt is not in the cache yet, bool[B]."""
+        return ~np.asarray(self.state.started) & ~np.asarray(self.state.done)
+
+    def _prefill(self) -> list[list[int]]:
+        waiting = self._waiting()
+        counts = np.where(waiting, [len(prompt) for prompt in self.prompts], 0).astype(np.int32)
+        tokens = np.zeros((len(self.prompts), _rounded_up(int(counts.max()))), np.int32)
+        for row, prompt, wanted in zip(tokens, self.prompts, waiting):
+            row[: len(prompt) * wanted] = prompt[: len(prompt) * wanted]
+        call = self._executable(_prefill, (self._params, tokens, counts, self.state))
+        start = time.perf_counter()
+        self.state, out = call(self._params, tokens, counts, self.state)
+        new = self._take(out.tokens[None])
+        self._prefill_seconds += time.perf_counter() - start
+        self._stale += int(out.stale)
+        return new
+
+    def _decode(self) -> list[list[int]]:
+        call = self._executable(_decode, (self._params, self.state), steps=self.chunk)
+        start = time.perf_counter()
+        self.state, out = call(self._params, self.state)
+        new = self._take(out.tokens)
+        self._decode_seconds += time.perf_counter() - start
+        self._account(out)
+        return new
+
+    def _take(self, emitted: jax.Array) -> list[list[int]]:
+        """Append the tokens that a call emitted, i32[steps, B] with -1 for none, and see who is done."""
+        new = [[int(token) for token in column if token >= 0] for column in np.asarray(emitted).T]
+        for all_tokens, more in zip(self.tokens, new):
+            all_tokens.extend(more)
+        done, generated = np.asarray(self.state.done), np.asarray(self.state.generated)
+        for request in np.flatnonzero(done):
+            # A stop token is counted as generated, but not handed out.
+            stopped = generated[request] > len(self.tokens[request])
+            self.finished[request] = self.finished[request] or ("stop" if stopped else "length")
+        return new
+
+    def _account(self, out: StepOutput) -> None:
+        """Add up, in Python's integers, what a chunk read: per plane and KV head, requests that took part only."""
+        lengths, loops = np.asarray(out.lengths), np.asarray(out.exit_loop)
+        self._read += int(np.asarray(out.tokens_read).sum(dtype=np.int64))
+        self._dense += int(lengths.sum(dtype=np.int64)) * self._config.planes * self._config.num_kv_heads
+        self._decoded += int((lengths > 0).sum())
+        self._exit_loops += np.bincount(loops[loops >= 0], minlength=self._config.loops)
+        self._stale += int(np.asarray(out.stale).sum())
+
+    def _executable(self, function: Callable, arguments: tuple, **static: Any) -> Callable:
+        leaves, tree = jax.tree.flatten(arguments)
+        start = time.perf_counter()
+        before = _compiled.cache_info().misses
+        static_items = (("graph", self._graph), ("options", self.options), *static.items())
+        call = _compiled(function, static_items, tree, tuple(map(_abstract, leaves)))
+        if _compiled.cache_info().misses > before:
+            self._compile_seconds += time.perf_counter() - start
+        return call
+
+
+# The state is donated: no call copies the pool.
+_prefill = jax.jit(
+    lambda params, tokens, counts, state, graph, options: prefill_batch(graph, params, tokens, counts, state, options),
+    static_argnames=("graph", "options"),
+    donate_argnames="state",
+)
+_decode = jax.jit(
+    lambda params, state, graph, options, steps: decode_chunk(graph, params, state, options, steps),
+    static_argnames=("graph", "options", "steps"),
+    donate_argnames="state",
+)
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=getattr(leaf, "weak_type", False)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(function: Any, static: tuple, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
+    """Compile ahead of the call, so that the time of compiling is told apart from the time of running."""
+    return function.lower(*jax.tree.unflatten(tree, leaves), **dict(static)).compile()
+
+
+def peak_memory() -> tuple[int | None, str]:
+    """(bytes, "device") at the peak since the process began, or (bytes, "process") where the device does not tell."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in statistics:
+        return int(statistics["peak_bytes_in_use"]), "device"
+    try:
+        import resource  # not there on Windows
+    except ImportError:
+        return None, "process"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024), "process"

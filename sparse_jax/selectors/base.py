@@ -21,28 +21,21 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-
-class View(Protocol):
-    """The fields of `sparse_jax.paging.PageView` that selectors read."""
-
-    @property
-    def page_table(self) -> jax.Array:
-        """i32[B, W] or i32[B, Hkv, W], ids into the flattened pool, -1 absent."""
-
-    @property
-    def lengths(self) -> jax.Array:
-        """i32[B] or i32[B, Hkv], the tokens of this step included."""
+from sparse_jax.attention import page_sparse_attention, paged_attention
+from sparse_jax.attention_call import AttentionOutput
+from sparse_jax.ops import top_k
+from sparse_jax.paging import PagedKV, PageView
 
 
 class Attended(NamedTuple):
     """What `Selector.attend` returns: attention output, the selector's new state, KV tokens read i32[B, Hkv]."""
 
-    output: Any
+    output: AttentionOutput
     state: Any
     tokens_read: jax.Array
 
@@ -78,8 +71,8 @@ class Selector:
                 )
             object.__setattr__(self, name, number)
 
-    def init(self, kv: Any) -> Any:
-        """The state for an empty cache `kv` (a `PagedKV`): a pytree, () when there is nothing to remember."""
+    def init(self, kv: PagedKV) -> Any:
+        """The state for an empty cache `kv`: a pytree, () when there is nothing to remember."""
         del kv
         return ()
 
@@ -100,7 +93,7 @@ class Selector:
         del sources, targets
         return state
 
-    def select(self, state: Any, q: jax.Array, view: View, *, kv_heads: int, page_size: int) -> jax.Array | None:
+    def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> jax.Array | None:
         """The pages to read for q [B, T, Hq, D] or [B, Hq, D], shared by the T rows.
 
         Returns page indices inside the request, i32[B, Hkv, C] by rising index, then -1; or None: dense attention.
@@ -108,22 +101,20 @@ class Selector:
         raise NotImplementedError
 
     def attend(
-        self, state: Any, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, view: View, **options: Any
+        self, state: Any, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, view: PageView, **options: Any
     ) -> Attended:
         """One decode step: choose pages, attend to them.
 
         q [B, T, Hq, D] or [B, Hq, D]; k_pages, v_pages: the flattened pools [planes * N, Hkv, P, D]; `options` go to
         `paged_attention` or `page_sparse_attention`.
         """
-        import sparse_jax  # here, because `sparse_jax` imports this package
-
         kv_heads, page_size = k_pages.shape[1:3]
         page_indices = self.select(state, q, view, kv_heads=kv_heads, page_size=page_size)
         arguments = (q, k_pages, v_pages, view.page_table, view.lengths)
         if page_indices is None:
-            output = sparse_jax.paged_attention(*arguments, **options)
+            output = paged_attention(*arguments, **options)
         else:
-            output = sparse_jax.page_sparse_attention(*arguments, page_indices, **options)
+            output = page_sparse_attention(*arguments, page_indices, **options)
         return Attended(output, state, tokens_read(page_indices, view, kv_heads=kv_heads, page_size=page_size))
 
 
@@ -148,7 +139,7 @@ class PageSelector(Selector):
         always = -(-sinks // page_size) + (-(-(window - 1) // page_size) + 1 if window else 0)
         return max(-(-budget // page_size), always)
 
-    def select(self, state: Any, q: jax.Array, view: View, *, kv_heads: int, page_size: int) -> jax.Array:
+    def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> jax.Array:
         """See `Selector.select`."""
         if q.ndim not in (3, 4) or q.shape[-2] % kv_heads:
             raise ValueError(
@@ -160,15 +151,7 @@ class PageSelector(Selector):
         width = self.width(page_size=page_size, rows=pages.rows)
         score = jnp.broadcast_to(self.score(state, q, pages), pages.exists.shape).astype(jnp.float32)
         score = jnp.where(pages.always(sinks, recent), jnp.inf, score)
-        return _top_k_by_id(jnp.where(pages.exists, score, -jnp.inf), width)
-
-
-def _top_k_by_id(scores: jax.Array, k: int) -> jax.Array:
-    """Stands in for `sparse_jax.top_k(scores, k, order="id")` until that exists."""
-    values, ids = jax.lax.top_k(scores, min(k, scores.shape[-1]))
-    ids = jnp.sort(jnp.where(jnp.isneginf(values), scores.shape[-1], ids.astype(jnp.int32)), axis=-1)
-    ids = jnp.where(ids < scores.shape[-1], ids, -1)
-    return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, k - ids.shape[-1])], constant_values=-1)
+        return top_k(jnp.where(pages.exists, score, -jnp.inf), width, order="id")
 
 
 class Pages(NamedTuple):
@@ -181,7 +164,7 @@ class Pages(NamedTuple):
     rows: int  # T, the query tokens of this step
 
     @classmethod
-    def of(cls, view: View, *, kv_heads: int, page_size: int, rows: int) -> Pages:
+    def of(cls, view: PageView, *, kv_heads: int, page_size: int, rows: int) -> Pages:
         """The pages of `view`, for a step of `rows` query tokens."""
         ids = view.page_table if view.page_table.ndim == 3 else view.page_table[:, None]
         lengths = view.lengths if view.lengths.ndim == 2 else view.lengths[:, None]
@@ -210,7 +193,7 @@ def recent_tokens(recent: int, rows: int) -> int:
     return recent + rows - 1 if recent else 0
 
 
-def tokens_read(page_indices: jax.Array | None, view: View, *, kv_heads: int, page_size: int) -> jax.Array:
+def tokens_read(page_indices: jax.Array | None, view: PageView, *, kv_heads: int, page_size: int) -> jax.Array:
     """Counts the cached tokens of the chosen pages, i32[B, Hkv]; `page_indices` None counts all (dense attention)."""
     pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, rows=1)
     held = jnp.where(pages.exists, jnp.clip(pages.lengths - pages.first, 0, page_size), 0)  # [B, Hkv, W]

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from sparse_jax.selectors.base import Selector, View, register
+from sparse_jax.paging import PageView
+from sparse_jax.selectors.base import Selector, register
 
 
 @register("dense")
@@ -15,6 +16,6 @@ from sparse_jax.selectors.base import Selector, View, register
 class Dense(Selector):
     """Reads everything. The common options have no effect; they are accepted so that methods are exchanged by name."""
 
-    def select(self, state: Any, q: jax.Array, view: View, *, kv_heads: int, page_size: int) -> None:
+    def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> None:
         """None: dense attention."""
         del state, q, view, kv_heads, page_size

@@ -9,11 +9,11 @@ of the page can score higher than
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sparse_jax.paging import PagedKV
 from sparse_jax.selectors.base import Pages, PageSelector, register
 
 
@@ -37,7 +37,7 @@ class Quest(PageSelector):
 
     scale: float | None = None
 
-    def init(self, kv: Any) -> Envelope:
+    def init(self, kv: PagedKV) -> Envelope:
         """See `Selector.init`."""
         planes, pages, kv_heads, page_size, width = kv.k.shape
         shape = (planes * pages, kv_heads, width)
@@ -45,7 +45,10 @@ class Quest(PageSelector):
         return Envelope(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32), page_size)
 
     def write(self, state: Envelope, keys: jax.Array, slots: jax.Array) -> Envelope:
-        """See `Selector.write`. NaN in a key counts as 0, infinity as the largest float: a sick key spreads no NaN."""
+        """See `Selector.write`. NaN in a key counts as 0, infinity as the largest float: a sick key spreads no NaN.
+
+        The bound holds for the keys as given here; where the pool rounds them, it holds up to that rounding.
+        """
         pages, page_size = state.lo.shape[0], state.page_size
         slots = slots.reshape(-1)
         keys = jnp.nan_to_num(keys.reshape(-1, *state.lo.shape[1:]).astype(jnp.float32))

@@ -1,5 +1,6 @@
 """Small caches without a pool: arrays of pages, tables drawn at random, and what the right answer is in NumPy."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -59,16 +60,26 @@ def make_cache(lengths, *, page_size, table_width, kv_heads=2, width=8, planes=1
     return Cache(KV(jnp.asarray(k.reshape(shape)), jnp.asarray(v.reshape(shape))), view, keys)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _write(selector, state, keys, slots):
+    return selector.write(state, keys, slots)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _select(selector, state, q, view, kv_heads, page_size):
+    return selector.select(state, q, view, kv_heads=kv_heads, page_size=page_size)
+
+
 def filled(selector, cache):
     """The selector's state after all tokens of the cache were written."""
-    return selector.write(selector.init(cache.kv), jnp.asarray(cache.keys), jnp.asarray(cache.slots))
+    return _write(selector, selector.init(cache.kv), cache.keys, cache.slots)
 
 
 def select(selector, cache, q, state=None):
     """Page indices as a NumPy array i32[B, Hkv, C]."""
     _, _, kv_heads, page_size, _ = cache.kv.k.shape
     state = filled(selector, cache) if state is None else state
-    return np.asarray(selector.select(state, q, cache.view, kv_heads=kv_heads, page_size=page_size))
+    return np.asarray(_select(selector, state, q, cache.view, kv_heads, page_size))
 
 
 def queries(batch, rows, heads, width=8, seed=1):

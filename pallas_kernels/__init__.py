@@ -1,4 +1,7 @@
-"""Pallas kernels of sparse_jax: arrays in, arrays out. One file a kernel; `lowering.py` is the only one that names a backend."""
+"""Pallas kernels of sparse_jax: arrays in, arrays out.
+
+One file a kernel; `lowering.py` is the only one that names a backend.
+"""
 
 from pallas_kernels.config import Config as Config
 from pallas_kernels.page_sparse_decode import page_sparse_decode as page_sparse_decode

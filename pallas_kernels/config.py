@@ -17,7 +17,8 @@ class Config:
     block_rows: query rows (T * G of one KV head) of a program; a power of two from 16 up.
     num_warps, num_stages: warps of a program, depth of its software pipeline.
     splits: programs that share the keys of one row; their results are merged.
-    exact: split boundaries depend on the widths of the arrays alone, never on the number of rows or on their lengths, so that a row's bits do
+    exact: split boundaries depend on the widths of the arrays alone, never on the number of rows or on their lengths,
+    so that a row's bits do
         not depend on what else is in the batch.
 
     Raises ValueError for a field that no kernel can use.
@@ -56,13 +57,15 @@ class Launch:
 
 
 def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def resolve(config: Config | None, *, groups: int, rows: int, tokens: int, width: int, dtype: jnp.dtype) -> Launch:
-    """The launch for `groups` (request, KV head) pairs of `rows` query rows over at most `tokens` keys of `width` columns (K and V together).
+    """Decides every field of a config from shapes and dtypes.
 
-    `tokens` is the static bound (table width or list length), because true lengths are on the device.
+    groups: (request, KV head) pairs, each of `rows` query rows. tokens: keys of a row, the static bound (table width or
+    list length), because true lengths are on the device. width: columns of a key and a value together.
     """
     config = config or Config()
     block_rows = config.block_rows or min(64, max(16, next_power_of_two(rows)))
@@ -73,11 +76,12 @@ def resolve(config: Config | None, *, groups: int, rows: int, tokens: int, width
     if config.splits:
         splits = config.splits
     else:
-        # Two waves of programs hide the uneven ends of rows; at least four blocks each, or the merge costs more than it gives.
+        # Two waves of programs hide the uneven ends of rows; at least two blocks each, or the merge costs more than it
+        # gives.
         programs = 1 if config.exact else groups * -(-rows // block_rows)
         blocks = -(-tokens // block_tokens)
         wanted = 16 if config.exact else -(-2 * lowering.MULTIPROCESSORS // programs)
-        splits = max(1, min(wanted, blocks // 4))
+        splits = max(1, min(wanted, blocks // 2))
     return Launch(
         block_tokens=block_tokens,
         block_rows=block_rows,

@@ -1,7 +1,7 @@
 """The single seam between the kernels and a Pallas lowering.
 
-This is the only file that names Triton. Pallas' Triton lowering is deprecated since JAX 0.11.0 and will be removed in some later version, so
-another lowering must be one new file with the same names, not a change to the kernels.
+This is the only file that names Triton. Pallas' Triton lowering is deprecated since JAX 0.11.0 and will be removed in
+some later version, so another lowering must be one new file with the same names, not a change to the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from jax.interpreters import mlir as _mlir
 
 GPU_PLATFORM = "cuda"
 
-# Streaming multiprocessors of an H200. The lowering may run on a host without a GPU, so the heuristics cannot ask the device.
+# Streaming multiprocessors of an H200. The lowering may run on a host without a GPU, so the heuristics cannot ask the
+# device.
 MULTIPROCESSORS = 132
 
 load = _triton.load
@@ -29,7 +30,8 @@ store = _triton.store
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Two-dimensional matrix product, accumulated in float32.
 
-    a [M, K], b [K, N] of one float dtype. float32 operands are multiplied in full precision: the default of this lowering would be TF32.
+    a [M, K], b [K, N] of one float dtype. float32 operands are multiplied in full precision: the default of this
+    lowering would be TF32.
     """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, precision=precision)
@@ -49,8 +51,8 @@ def call(
 ) -> Callable[..., Any]:
     """`pallas_call` over a one-dimensional grid of `programs`.
 
-    One dimension, because CUDA limits the others to 65,535. A kernel must get `programs`, or what it derives from it, as a static keyword:
-    `pl.num_programs` may return the value of an earlier trace in JAX 0.11.0 to 0.11.2 (jax#40847).
+    One dimension, because CUDA limits the others to 65,535. A kernel must get `programs`, or what it derives from it,
+    as a static keyword: `pl.num_programs` may return the value of an earlier trace in JAX 0.11.0 to 0.11.2 (jax#40847).
     """
     return pl.pallas_call(
         kernel,
@@ -73,7 +75,9 @@ def for_platform(operands: Sequence[Any], *, gpu: Callable[..., Any], other: Cal
 _unavailable_p = _core.Primitive("sparse_jax_unavailable")
 _unavailable_p.multiple_results = True
 _unavailable_p.def_impl(lambda *, message, shapes: _raise(message))
-_unavailable_p.def_abstract_eval(lambda *, message, shapes: [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes])
+_unavailable_p.def_abstract_eval(
+    lambda *, message, shapes: [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes]
+)
 
 
 def _raise(message: str) -> Any:
@@ -84,14 +88,17 @@ _mlir.register_lowering(_unavailable_p, lambda ctx, *, message, shapes: _raise(m
 
 
 def unavailable(message: str, like: Any) -> Any:
-    """A computation shaped like the pytree `like` that may be traced anywhere, and raises ValueError(message) where it is lowered."""
+    """A computation shaped like the pytree `like`; may be traced, raises ValueError(message) when it is lowered."""
     leaves, tree = jax.tree.flatten(like)
     shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
     return jax.tree.unflatten(tree, _unavailable_p.bind(message=message, shapes=shapes))
 
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any, gpu: str = "NVIDIA H200") -> Any:
-    """Lowers `function(*args)` for a named GPU on a host that has none. Returns `jax.stages.Lowered`; raises what the lowering refuses."""
+    """Lowers `function(*args)` for a named GPU on a host that has none.
+
+    Returns `jax.stages.Lowered`; raises what the lowering refuses.
+    """
     device = jax.sharding.AbstractDevice(gpu, 1, GPU_PLATFORM)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -1,7 +1,7 @@
 """Attention over chosen pages of a paged KV cache, in any order.
 
-List position j of a (row, KV head) is offset j % P of the page `page_table[page_indices[j // P]]`. Causality, window and length apply by the
-true position, which is `page_indices[j // P] * P + j % P` unless the keys were moved.
+List position j of a (row, KV head) is offset j % P of the page `page_table[page_indices[j // P]]`. Causality, window
+and length apply by the true position, which is `page_indices[j // P] * P + j % P` unless the keys were moved.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def page_sparse_decode_kernel(
     shape: Shape,
     launch: Launch,
 ):
+    """One program: a query tile against a share of the chosen pages."""
     program = this_program(shape, launch)
     group, head = program.group, program.head
     request = lax.div(group, jnp.int32(repeat))
@@ -66,7 +67,9 @@ def page_sparse_decode_kernel(
             page_index = page_indices_ref[group, head, place]
         else:
             place, offset = lax.div(start + lane, jnp.int32(page_size)), lax.rem(start + lane, jnp.int32(page_size))
-            page_index = lowering.load(page_indices_ref.at[group, head, jnp.where(place < chosen, place, 0)], mask=place < chosen, other=-1)
+            page_index = lowering.load(
+                page_indices_ref.at[group, head, jnp.where(place < chosen, place, 0)], mask=place < chosen, other=-1
+            )
         in_table = (page_index >= 0) & (page_index < width)
         page_index = jnp.where(in_table, page_index, 0)
         page = table_ref[request, table_head, page_index]
@@ -127,7 +130,17 @@ def page_sparse_decode(
     lists = page_indices.reshape(shape.groups, shape.kv_heads, -1)
     out, lse, scores = launch_splits(
         functools.partial(page_sparse_decode_kernel, repeat=repeat, window=window, shape=shape, launch=launch),
-        (to_tiles(q, shape), k_pages, v_pages, page_table, lengths, lists, q_positions, key_positions, {"k": k_scale, "v": v_scale}),
+        (
+            to_tiles(q, shape),
+            k_pages,
+            v_pages,
+            page_table,
+            lengths,
+            lists,
+            q_positions,
+            key_positions,
+            {"k": k_scale, "v": v_scale},
+        ),
         name="page_sparse_decode",
         shape=shape,
         launch=launch,

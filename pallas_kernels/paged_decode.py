@@ -1,7 +1,7 @@
 """Dense attention over a page table, split over the sequence.
 
-Key j of a request lies at offset j % P of page `page_table[j // P]`. Row t of a request sees the keys j < length whose true position is at
-most its own, and with a window only the last `window` of those.
+Key j of a request lies at offset j % P of page `page_table[j // P]`. Row t of a request sees the keys j < length whose
+true position is at most its own, and with a window only the last `window` of those.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def paged_decode_kernel(
     shape: Shape,
     launch: Launch,
 ):
+    """One program: a query tile against a share of the keys of its page table."""
     program = this_program(shape, launch)
     width, page_size = table_ref.shape[-1], shape.page_size
     t_rows = shape.rows // shape.group_size
@@ -74,7 +75,11 @@ def paged_decode_kernel(
         if window is not None:
             begin = jnp.minimum(jnp.maximum(first_end - window, 0), end)
         if t_rows > 1:
-            uniform_until = jnp.int32(0) if window is not None else lax.div(jnp.minimum(first_end, end), jnp.int32(launch.block_tokens))
+            uniform_until = (
+                jnp.int32(0)
+                if window is not None
+                else lax.div(jnp.minimum(first_end, end), jnp.int32(launch.block_tokens))
+            )
     elif t_rows > 1:
         uniform_until = jnp.int32(0)
     blocks = split_range(begin, end, width * page_size, program, launch)
@@ -89,7 +94,9 @@ def of_head(ref: Any, head: jax.Array) -> jax.Array | int:
     return 0 if ref.shape[1] == 1 else head
 
 
-def row_positions(program: Program, length: jax.Array, q_positions_ref: Any, shape: Shape, repeat: int = 1) -> jax.Array:
+def row_positions(
+    program: Program, length: jax.Array, q_positions_ref: Any, shape: Shape, repeat: int = 1
+) -> jax.Array:
     """True position of each query row: i32[block_rows], or i32[1] when all rows are one token. -1 or less sees nothing.
 
     repeat: consecutive groups of one request, each with its own token (t is the group within the request).
@@ -120,7 +127,9 @@ def table_pages(
         index = start + lane
         in_table = index < width * page_size
         page = lowering.load(
-            table_ref.at[request, head, jnp.where(in_table, lax.div(index, jnp.int32(page_size)), 0)], mask=in_table, other=-1
+            table_ref.at[request, head, jnp.where(in_table, lax.div(index, jnp.int32(page_size)), 0)],
+            mask=in_table,
+            other=-1,
         )
         offset = lax.rem(index, jnp.int32(page_size))
     present = (page >= 0) & (page < shape.pages)
@@ -157,9 +166,11 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array, None]:
     """Partial results of dense paged attention.
 
-    q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, Hkv or 1];
-    q_positions None or i32[B, T]; key_positions None or i32[N, Hkv, P]; k_scale, v_scale None, f32[1] or f32[N, Hkv, P].
-    Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits) lse f32[splits, B, T, Hq], to be merged, and no scores.
+    q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, Hkv
+    or 1]; q_positions None or i32[B, T]; key_positions None or i32[N, Hkv, P]; k_scale, v_scale None, f32[1] or f32[N,
+    Hkv, P].
+    Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits) lse f32[splits, B, T, Hq], to be merged,
+    and no scores.
     """
     assert not return_scores, "the dense operation returns no weights"
     shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap)
@@ -173,7 +184,16 @@ def paged_decode(
     )
     out, lse, _ = launch_splits(
         functools.partial(paged_decode_kernel, window=window, shape=shape, launch=launch),
-        (to_tiles(q, shape), k_pages, v_pages, page_table, lengths, q_positions, key_positions, {"k": k_scale, "v": v_scale}),
+        (
+            to_tiles(q, shape),
+            k_pages,
+            v_pages,
+            page_table,
+            lengths,
+            q_positions,
+            key_positions,
+            {"k": k_scale, "v": v_scale},
+        ),
         name="paged_decode",
         shape=shape,
         launch=launch,

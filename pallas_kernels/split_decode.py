@@ -2,10 +2,11 @@
 
 For query row r and the keys t of its split, with s[r, t] = soft_cap(scale * q[r] . k[t]):
 
-    m = max_t s[r, t],  l = sum_t exp(s[r, t] - m),  acc = sum_t exp(s[r, t] - m) v[t],  out = acc / l,  lse = m + log(l)
+    m = max_t s[r, t],  l = sum_t exp(s[r, t] - m),  acc = sum_t exp(s[r, t] - m) v[t]
+    out = acc / l,  lse = m + log(l)
 
-What differs between the kernels is where key t lies and which rows see it. Each kernel says so in a `locate` function, which maps the first
-list position of a block to `Keys`. Everything is float32 except the operands of the two products.
+What differs between the kernels is where key t lies and which rows see it. Each kernel says so in a `locate` function,
+which maps the first list position of a block to `Keys`. Everything is float32 except the operands of the two products.
 """
 
 from __future__ import annotations
@@ -62,14 +63,19 @@ class Shape:
     soft_cap: float | None
 
     def tiles(self, launch: Launch) -> int:
+        """Programs that share the query rows of one (group, KV head)."""
         return -(-self.rows // launch.block_rows)
 
     def programs(self, launch: Launch) -> int:
+        """Programs of the whole call."""
         return self.groups * self.kv_heads * launch.splits * self.tiles(launch)
 
 
 def pieces(width: int) -> list[tuple[int, int]]:
-    """Cuts a width into (start, power-of-two size) pieces: two that fill it where they can, else one padded piece. A dot needs 16 columns."""
+    """Cuts a width into (start, power-of-two size) pieces: two that fill it where they can, else one padded piece.
+
+    A dot needs at least 16 columns.
+    """
     high = 1 << (width.bit_length() - 1)
     rest = width - high
     if width >= 16 and rest == 0:
@@ -80,11 +86,14 @@ def pieces(width: int) -> list[tuple[int, int]]:
 
 
 def split_range(begin: Any, end: Any, capacity: int, program: Program, launch: Launch) -> tuple[jax.Array, jax.Array]:
-    """First and last-plus-one block of this program's share of list positions [begin, end), which lie in [0, capacity)."""
+    """First and last-plus-one block of this program's share of the list positions [begin, end).
+
+    They lie in [0, capacity), a static bound.
+    """
     block = launch.block_tokens
     first, last = lax.div(jnp.int32(begin), jnp.int32(block)), lax.div(jnp.int32(end) + (block - 1), jnp.int32(block))
     if launch.exact:
-        share = -(-(-(-capacity // block)) // launch.splits)
+        share = pl.cdiv(pl.cdiv(capacity, block), launch.splits)
         start = program.split * share
         return jnp.maximum(first, start), jnp.minimum(last, start + share)
     share = lax.div(last - first + (launch.splits - 1), jnp.int32(launch.splits))
@@ -93,7 +102,7 @@ def split_range(begin: Any, end: Any, capacity: int, program: Program, launch: L
 
 
 def this_program(shape: Shape, launch: Launch) -> Program:
-    """Row tiles of a head run next to each other (they read the same keys), then the heads of a page (they lie next to each other)."""
+    """Row tiles of a head run side by side (they read the same keys), then the heads (they share pages)."""
     tiles = shape.tiles(launch)
     index = pl.program_id(0)
     rest, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
@@ -126,11 +135,23 @@ def attend(
     is_row = rows < shape.rows
     compute = q_ref.dtype if k_ref.dtype.itemsize < 2 else jnp.promote_types(q_ref.dtype, k_ref.dtype)
     q = [
-        lowering.load(q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0).astype(compute)
+        lowering.load(
+            q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0
+        ).astype(compute)
         for cols, inside in _columns(shape.key_width)
     ]
     step = functools.partial(
-        _attend_block, q, k_ref, v_ref, scales, scores_ref, program=program, locate=locate, compute=compute, shape=shape, launch=launch
+        _attend_block,
+        q,
+        k_ref,
+        v_ref,
+        scales,
+        scores_ref,
+        program=program,
+        locate=locate,
+        compute=compute,
+        shape=shape,
+        launch=launch,
     )
     size = launch.block_rows
     carry = (
@@ -148,11 +169,15 @@ def attend(
 
     m, l, acc = carry
     safe_l = jnp.where(l == 0, 1.0, l)
-    lowering.store(lse_ref.at[split, group, head, rows], jnp.where(l == 0, -jnp.inf, (m + jnp.log2(safe_l)) * LN2), mask=is_row)
+    lowering.store(
+        lse_ref.at[split, group, head, rows], jnp.where(l == 0, -jnp.inf, (m + jnp.log2(safe_l)) * LN2), mask=is_row
+    )
     for (cols, inside), part in zip(_columns(shape.value_width), acc, strict=True):
         # Selected, not divided: a padding row next to rows that attend a NaN must still be 0.
         out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None]).astype(out_ref.dtype)
-        lowering.store(out_ref.at[split, group, head, rows[:, None], cols[None, :]], out, mask=is_row[:, None] & inside[None, :])
+        lowering.store(
+            out_ref.at[split, group, head, rows[:, None], cols[None, :]], out, mask=is_row[:, None] & inside[None, :]
+        )
 
 
 def _columns(width: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -169,7 +194,9 @@ def _rows_of(ref: Any, keys: Keys, head: jax.Array, width: int, compute: Any) ->
     for cols, inside in _columns(width):
         mask = jnp.broadcast_to(keys.present[:, None], (keys.present.size, cols.size))
         mask = mask & inside[None, :] if padded else mask
-        parts.append(lowering.load(ref.at[page, head, keys.offset[:, None], cols[None, :]], mask=mask, other=0).astype(compute))
+        parts.append(
+            lowering.load(ref.at[page, head, keys.offset[:, None], cols[None, :]], mask=mask, other=0).astype(compute)
+        )
     return parts
 
 
@@ -196,7 +223,10 @@ def _attend_block(
     shape: Shape,
     launch: Launch,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """One step of the online softmax, in base 2. `mixed`: some row may not see a key of the block that another row sees."""
+    """One step of the online softmax, in base 2.
+
+    mixed: some row may not see a key of the block that another row sees.
+    """
     m, l, acc = carry
     keys = locate(index * launch.block_tokens)
     k = _rows_of(k_ref, keys, program.head, shape.key_width, compute)
@@ -213,7 +243,9 @@ def _attend_block(
     if scores_ref is not None:
         position = index * launch.block_tokens + jnp.arange(launch.block_tokens, dtype=jnp.int32)
         mask = (program.rows < shape.rows)[:, None] & (position < scores_ref.shape[-1])[None, :]
-        lowering.store(scores_ref.at[program.group, program.head, program.rows[:, None], position[None, :]], s, mask=mask)
+        lowering.store(
+            scores_ref.at[program.group, program.head, program.rows[:, None], position[None, :]], s, mask=mask
+        )
     if shape.soft_cap is not None or scores_ref is not None:
         s = s * LOG2E
 
@@ -224,12 +256,18 @@ def _attend_block(
     p = jnp.exp2(s - shift[:, None])
     l = l * decay + jnp.sum(p, axis=1)
     p = p if scales["v"] is None else p * _token_scale(scales["v"], keys, program.head)
-    acc = tuple(part * decay[:, None] + _weighted_sum(p, value, keys, compute, mixed) for part, value in zip(acc, v, strict=True))
+    acc = tuple(
+        part * decay[:, None] + _weighted_sum(p, value, keys, compute, mixed)
+        for part, value in zip(acc, v, strict=True)
+    )
     return m_new, l, acc
 
 
 def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: bool) -> jax.Array:
-    """p @ v. With `mixed`, a non-finite value reaches only the rows that see it (as NaN): 0 * NaN must not poison the others."""
+    """The product p @ v.
+
+    With `mixed`, a non-finite value reaches only the rows that see it (as NaN): 0 * NaN must not poison the others.
+    """
     if not mixed:
         return lowering.dot(p.astype(compute), v)
     finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
@@ -240,9 +278,10 @@ def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: b
 
 
 def visibility(position: jax.Array, present: jax.Array, row_position: jax.Array, window: int | None) -> jax.Array:
-    """bool[rows, block] or bool[1, block]: a row sees present keys up to its own position, and with a window only that many of them.
+    """Which row sees which key: present ones up to its own position, and with a window only that many of them.
 
-    position i32[block], present bool[block], row_position i32[rows] or i32[1]; negative positions mean absent, on both sides.
+    position i32[block], present bool[block], row_position i32[rows] or i32[1]; negative positions mean absent, on both
+    sides. Returns bool[rows, block] or bool[1, block].
     """
     visible = (present & (position >= 0))[None, :] & (position[None, :] <= row_position[:, None])
     return visible if window is None else visible & (position[None, :] > row_position[:, None] - window)
@@ -261,11 +300,13 @@ def launch_splits(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The one `pallas_call`: every operand as a whole, because programs follow ids through them.
 
-    operands is a pytree whose first leaf is q [groups, Hkv, rows, D]. Returns out [splits, groups, Hkv, rows, Dv], lse and scores.
+    operands is a pytree whose first leaf is q [groups, Hkv, rows, D]. Returns out [splits, groups, Hkv, rows, Dv], lse
+    and scores.
     """
 
     def whole(array: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda index, n=len(array.shape): (0,) * n)
+        rank = len(array.shape)
+        return pl.BlockSpec(array.shape, lambda _: (0,) * rank)
 
     parts = (launch.splits, shape.groups, shape.kv_heads, shape.rows)
     out_shape = [
@@ -288,8 +329,13 @@ def launch_splits(
     return out, lse, scores[0] if scores else None
 
 
-def decode_shape(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, per_token: bool, scale: float, soft_cap: float | None) -> Shape:
-    """The static shape of a call with q [B, T, Hq, D]. `per_token`: each t has its own list of keys, so it becomes a group of its own."""
+def decode_shape(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, per_token: bool, scale: float, soft_cap: float | None
+) -> Shape:
+    """The static shape of a call with q [B, T, Hq, D].
+
+    per_token: each t has its own list of keys, so it becomes a group of its own.
+    """
     batch, t_rows, heads, key_width = q.shape
     pages, kv_heads, page_size, value_width = v_pages.shape
     group_size = heads // kv_heads

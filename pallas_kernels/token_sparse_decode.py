@@ -1,7 +1,7 @@
 """Attention over chosen tokens, given as physical slots.
 
-List position j of a (row, KV head) is the token at offset slots[j] % P of page slots[j] // P. The caller chose the tokens, so nothing else
-is masked.
+List position j of a (row, KV head) is the token at offset slots[j] % P of page slots[j] // P. The caller chose the
+tokens, so nothing else is masked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from jax import lax
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
-from pallas_kernels.split_decode import Keys, Shape, attend, decode_shape, from_tiles, launch_splits, split_range, this_program, to_tiles
+from pallas_kernels.split_decode import (
+    Keys,
+    Shape,
+    attend,
+    decode_shape,
+    from_tiles,
+    launch_splits,
+    split_range,
+    this_program,
+    to_tiles,
+)
 
 INT32_MAX = 2**31 - 1
 
@@ -35,13 +45,18 @@ def token_sparse_decode_kernel(
     shape: Shape,
     launch: Launch,
 ):
+    """One program: a query tile against a share of the chosen tokens."""
     program = this_program(shape, launch)
     chosen, page_size = slots_ref.shape[-1], shape.page_size
     pool_end = min(shape.pages * page_size, INT32_MAX)
 
     def locate(start: jax.Array) -> Keys:
         place = start + jnp.arange(launch.block_tokens, dtype=jnp.int32)
-        slot = lowering.load(slots_ref.at[program.group, program.head, jnp.where(place < chosen, place, 0)], mask=place < chosen, other=-1)
+        slot = lowering.load(
+            slots_ref.at[program.group, program.head, jnp.where(place < chosen, place, 0)],
+            mask=place < chosen,
+            other=-1,
+        )
         present = (slot >= 0) & (slot < pool_end)
         slot = jnp.where(present, slot, 0)
         return Keys(lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size)), present, present[None, :])
@@ -70,9 +85,9 @@ def token_sparse_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Partial results of attention over chosen tokens.
 
-    q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; slots i32[B, Tp, Hkv, C], Tp = 1 (shared by the T rows) or T; k_scale,
-    v_scale None, f32[1] or f32[N, Hkv, P]. Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits), lse
-    f32[splits, B, T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
+    q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; slots i32[B, Tp, Hkv, C], Tp = 1 (shared by the T
+    rows) or T; k_scale, v_scale None, f32[1] or f32[N, Hkv, P]. Returns out [splits, B, T, Hq, Dv] (float32 if there
+    are several splits), lse f32[splits, B, T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
     """
     shape = decode_shape(q, k_pages, v_pages, per_token=slots.shape[1] > 1, scale=scale, soft_cap=soft_cap)
     launch = resolve(
@@ -85,7 +100,13 @@ def token_sparse_decode(
     )
     out, lse, scores = launch_splits(
         functools.partial(token_sparse_decode_kernel, shape=shape, launch=launch),
-        (to_tiles(q, shape), k_pages, v_pages, slots.reshape(shape.groups, shape.kv_heads, -1), {"k": k_scale, "v": v_scale}),
+        (
+            to_tiles(q, shape),
+            k_pages,
+            v_pages,
+            slots.reshape(shape.groups, shape.kv_heads, -1),
+            {"k": k_scale, "v": v_scale},
+        ),
         name="token_sparse_decode",
         shape=shape,
         launch=launch,

@@ -1,6 +1,7 @@
 """Public attention operations over a paged KV cache: dense, chosen pages, chosen tokens.
 
-The way of a call: here (contract and names), `attention_call.py` (checks, dispatch, merge), then `pallas_kernels/` or `xla/`.
+The way of a call: here (contract and names), `attention_call.py` (checks, dispatch, merge), then `pallas_kernels/` or
+`xla/`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def _check_paged(k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, 
     debug_lengths("lengths", lengths, page_table.shape[-1] * k_pages.shape[2])
 
 
-def _check_page_sparse(k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, page_indices: jax.Array, *rest: Any) -> None:
+def _check_page_sparse(
+    k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, page_indices: jax.Array, *rest: Any
+) -> None:
     _check_paged(k_pages, page_table, lengths)
     debug_ids("page_indices", page_indices, page_table.shape[-1])
 
@@ -31,8 +34,12 @@ def _check_token_sparse(k_pages: jax.Array, slots: jax.Array) -> None:
 
 
 _PAGED = Operation(xla.paged_attention, pallas_kernels.paged_decode, _check_paged, has_window=True)
-_PAGE_SPARSE = Operation(xla.page_sparse_attention, pallas_kernels.page_sparse_decode, _check_page_sparse, has_window=True)
-_TOKEN_SPARSE = Operation(xla.token_sparse_attention, pallas_kernels.token_sparse_decode, _check_token_sparse, has_window=False)
+_PAGE_SPARSE = Operation(
+    xla.page_sparse_attention, pallas_kernels.page_sparse_decode, _check_page_sparse, has_window=True
+)
+_TOKEN_SPARSE = Operation(
+    xla.token_sparse_attention, pallas_kernels.token_sparse_decode, _check_token_sparse, has_window=False
+)
 
 
 def paged_attention(
@@ -57,19 +64,22 @@ def paged_attention(
 ) -> AttentionOutput:
     """Dense attention of one or more query tokens per request over its pages.
 
-    q: [B, Hq, D] or [B, T, Hq, D], float32, bfloat16 or float16. Row t is the token at position `length - T + t` and sees up to itself.
+    q: [B, Hq, D] or [B, T, Hq, D], float32, bfloat16 or float16. Row t is the token at position `length - T + t` and
+    sees up to itself.
     k_pages [N, Hkv, P, D], v_pages [N, Hkv, P, Dv]: the same dtypes or float8_e4m3fn; P a power of two.
     page_table: i32[B, W] or i32[B, Hkv, W] page ids; -1 is absent, and so is any id out of range.
     lengths: i32[B] or i32[B, Hkv] tokens in the cache, this step's included.
     q_positions: i32[B] or i32[B, T], other positions of the rows; -1 makes a padding row, which sees nothing.
     key_positions: i32[N, Hkv, P] true positions of the keys where they are not the place in the table.
     scale: default D ** -0.5. window: sees that many tokens, its own included. soft_cap: cap * tanh(score / cap).
-    sinks: f32[Hq], one more term of each softmax sum. k_scale, v_scale: f32[] or f32[N, Hkv, P], multiply the stored values.
+    sinks: f32[Hq], one more term of each softmax sum. k_scale, v_scale: f32[] or f32[N, Hkv, P], multiply the stored
+    values.
     out_dtype: default that of q. out_scale: f32[], the stored result times it is the real one.
     implementation: None (best for the platform), "xla", "triton" or "interpret". config: tuning values.
 
-    float32 operands are multiplied in full precision. Raises ValueError (with the values) for shapes, dtypes and options that do not fit,
-    NotImplementedError where only another implementation supports them. Source: Kwon et al., PagedAttention, arXiv 2309.06180; split over the
+    float32 operands are multiplied in full precision. Raises ValueError (with the values) for shapes, dtypes and
+    options that do not fit, NotImplementedError where only another implementation supports them. Source: Kwon et al.,
+    PagedAttention, arXiv 2309.06180; split over the
     sequence: Dao et al., Flash-Decoding.
     """
     call = Call.of(q, k_pages, v_pages, sinks, k_scale, v_scale, out_scale)
@@ -103,8 +113,9 @@ def page_sparse_attention(
 ) -> AttentionOutput:
     """Attention over chosen pages of each request; the other arguments are those of `paged_attention`.
 
-    page_indices: i32[B, Hkv, C] (shared by the T rows) or i32[B, T, Hkv, C], pages inside the request (0 .. W-1) in any order; -1 or out of
-    range is absent, a page that stands twice counts twice. Causality, window and length still apply by true position; no page is added.
+    page_indices: i32[B, Hkv, C] (shared by the T rows) or i32[B, T, Hkv, C], pages inside the request (0 .. W-1) in any
+    order; -1 or out of range is absent, a page that stands twice counts twice. Causality, window and length still apply
+    by true position; no page is added.
     return_weights: also return the probabilities [..., Hq, C * P].
 
     Raises as `paged_attention` does. Source: page-level selection as in Quest, arXiv 2406.10774.
@@ -113,7 +124,9 @@ def page_sparse_attention(
     page_table, lengths = call.table(page_table, lengths)
     page_indices = call.lists("page_indices", page_indices)
     positions = call.positions(q_positions, key_positions)
-    options = call.options(scale, soft_cap, out_dtype, implementation, config, window=window, return_weights=return_weights)
+    options = call.options(
+        scale, soft_cap, out_dtype, implementation, config, window=window, return_weights=return_weights
+    )
     return call.run(_PAGE_SPARSE, (page_table, lengths, page_indices, *positions), options)
 
 
@@ -136,8 +149,9 @@ def token_sparse_attention(
 ) -> AttentionOutput:
     """Attention over chosen tokens; the other arguments are those of `paged_attention`.
 
-    slots: i32[B, Hkv, C] (shared by the T rows) or i32[B, T, Hkv, C], physical slots `page id * P + offset`; -1 or out of range is absent, a
-    slot that stands twice counts twice. The caller chose the tokens, so there is no causal mask. `to_slots` makes slots from token ids.
+    slots: i32[B, Hkv, C] (shared by the T rows) or i32[B, T, Hkv, C], physical slots `page id * P + offset`; -1 or out
+    of range is absent, a slot that stands twice counts twice. The caller chose the tokens, so there is no causal mask.
+    `to_slots` makes slots from token ids.
     return_weights: also return the probabilities [..., Hq, C].
 
     Raises as `paged_attention` does. Source: token-level selection as in H2O, arXiv 2306.14048, and DeepSeek-V3.2.

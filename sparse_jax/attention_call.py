@@ -1,4 +1,4 @@
-"""What all attention operations share: checking the arguments, running an implementation, merging and casting its result."""
+"""What the attention operations share: checks, dispatch, merging and casting the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Config
 from sparse_jax import dispatch
-from sparse_jax.validation import CACHE_DTYPES, QUERY_DTYPES, as_array, as_float, as_ids, check_shape, require
+from sparse_jax.validation import CACHE_DTYPES, as_array, as_float, as_ids, check_shape, require
 from sparse_jax.xla.merge_attention import merge_attention
 
 E4M3_MAX = 448.0
@@ -23,7 +23,8 @@ class AttentionOutput(NamedTuple):
 
     out: [B, Hq, Dv] or [B, T, Hq, Dv], like q; 0 for a row without a valid key.
     lse: f32[B, Hq] or f32[B, T, Hq], natural logarithm of the sum of exp(score), without sinks; -inf for such a row.
-    weights: None, or float32 probabilities of the chosen tokens per query head [..., Hq, C] (pages: C * P), 0 where absent.
+    weights: None, or float32 probabilities of the chosen tokens per query head [..., Hq, C] (pages: C * P), 0 where
+    absent.
     """
 
     out: jax.Array
@@ -32,7 +33,10 @@ class AttentionOutput(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation's plain-jnp meaning, its kernel, and the checks of its values. All take the same operands in the same order."""
+    """An operation's plain-jnp meaning, its kernel, and the checks of its values.
+
+    All take the same operands in the same order.
+    """
 
     meaning: Callable[..., Any]
     kernel: Callable[..., Any]
@@ -53,7 +57,6 @@ class Options:
     return_weights: bool = False
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """The arguments that every operation has, checked. `single`: q came without the T axis."""
@@ -69,15 +72,24 @@ class Call:
 
     @staticmethod
     def of(q: Any, k_pages: Any, v_pages: Any, sinks: Any, k_scale: Any, v_scale: Any, out_scale: Any) -> Call:
+        """Checks what every operation takes. Raises ValueError with the values seen."""
         q = as_float("q", q)
         k_pages, v_pages = as_float("k_pages", k_pages, CACHE_DTYPES), as_float("v_pages", v_pages, CACHE_DTYPES)
         require(q.ndim in (3, 4), f"q must be [B, Hq, D] or [B, T, Hq, D], got {list(q.shape)}")
         check_shape("k_pages", k_pages, (None, None, None, q.shape[-1]))
         check_shape("v_pages", v_pages, (*k_pages.shape[:3], None))
         heads, (pages, kv_heads, page_size) = q.shape[-2], k_pages.shape[:3]
-        require(min(*q.shape[-2:], *v_pages.shape) >= 1, f"no axis may be empty, got q {list(q.shape)}, v_pages {list(v_pages.shape)}")
-        require(heads % kv_heads == 0, f"Hq must be a multiple of Hkv, got Hq = {heads} (q) and Hkv = {kv_heads} (k_pages)")
-        require(page_size & (page_size - 1) == 0, f"the page size must be a power of two, got {page_size} (axis 2 of k_pages)")
+        require(
+            min(*q.shape[-2:], *v_pages.shape) >= 1,
+            f"no axis may be empty, got q {list(q.shape)}, v_pages {list(v_pages.shape)}",
+        )
+        require(
+            heads % kv_heads == 0, f"Hq must be a multiple of Hkv, got Hq = {heads} (q) and Hkv = {kv_heads} (k_pages)"
+        )
+        require(
+            page_size & (page_size - 1) == 0,
+            f"the page size must be a power of two, got {page_size} (axis 2 of k_pages)",
+        )
         return Call(
             q=q[:, None] if q.ndim == 3 else q,
             k_pages=k_pages,
@@ -96,7 +108,9 @@ class Call:
         check_shape("page_table", page_table, (batch, None), (batch, kv_heads, None))
         check_shape("lengths", lengths, (batch,), (batch, kv_heads))
         require(page_table.shape[-1] >= 1, f"page_table must have at least one column, got {list(page_table.shape)}")
-        return page_table if page_table.ndim == 3 else page_table[:, None], lengths if lengths.ndim == 2 else lengths[:, None]
+        return page_table if page_table.ndim == 3 else page_table[:, None], lengths if lengths.ndim == 2 else lengths[
+            :, None
+        ]
 
     def lists(self, name: str, ids: Any) -> jax.Array:
         """i32[B, T or 1, Hkv, C]."""
@@ -128,8 +142,12 @@ class Call:
         window: int | None = None,
         return_weights: bool = False,
     ) -> Options:
+        """Checks the static arguments. Raises ValueError with the values seen."""
         out_dtype = jnp.dtype(self.q.dtype if out_dtype is None else out_dtype)
-        require(out_dtype in [jnp.dtype(d) for d in CACHE_DTYPES], f"out_dtype must be one of {[jnp.dtype(d).name for d in CACHE_DTYPES]}, got {out_dtype}")
+        require(
+            out_dtype in [jnp.dtype(d) for d in CACHE_DTYPES],
+            f"out_dtype must be one of {[jnp.dtype(d).name for d in CACHE_DTYPES]}, got {out_dtype}",
+        )
         require(window is None or window >= 1, f"window must be at least 1 token, got {window}")
         require(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, got {soft_cap}")
         require(config is None or isinstance(config, Config), f"config must be a Config, got {config!r}")
@@ -146,6 +164,7 @@ class Call:
         )
 
     def run(self, operation: Operation, ids: tuple[jax.Array | None, ...], options: Options) -> AttentionOutput:
+        """Runs the operation; `ids` are its integer operands, in the order of its functions."""
         operands = (self.q, self.k_pages, self.v_pages, *ids, self.k_scale, self.v_scale)
         result = _compute(operation, options, operands, self.sinks, self.out_scale)
         return jax.tree.map(lambda x: x[:, 0], result) if self.single else result
@@ -163,7 +182,13 @@ def _optional(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None
 
 def _cache_scale(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """None, f32[1] or f32[N, Hkv, P]."""
-    return None if value is None else _optional(name, value, ()).reshape(1) if jnp.ndim(value) == 0 else _optional(name, value, shape)
+    return (
+        None
+        if value is None
+        else _optional(name, value, ()).reshape(1)
+        if jnp.ndim(value) == 0
+        else _optional(name, value, shape)
+    )
 
 
 def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
@@ -172,20 +197,29 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
         # The lowering takes 64-bit offsets only above 2^32 bytes; between, a 32-bit offset of one-byte elements wraps.
         if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
             return (
-                f"{name} has {pool.size} one-byte elements; the kernel cannot address pools of one-byte elements between 2^31 and 2^32. Make the "
-                f"pool smaller than 2^31 or larger than 2^32 elements, or use implementation=\"xla\"."
+                f"{name} has {pool.size} one-byte elements; it cannot address pools of one-byte elements between "
+                "2^31 and 2^32. Make the pool smaller than 2^31 or larger than 2^32 elements, or use "
+                'implementation="xla".'
             )
     return None
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "options"))
 def _compute(
-    operation: Operation, options: Options, operands: tuple[Any, ...], sinks: jax.Array | None, out_scale: jax.Array | None
+    operation: Operation,
+    options: Options,
+    operands: tuple[Any, ...],
+    sinks: jax.Array | None,
+    out_scale: jax.Array | None,
 ) -> AttentionOutput:
     """Runs one implementation on checked operands (q, k_pages, v_pages, ids..., k_scale, v_scale)."""
     _, k_pages, v_pages, *ids, _, _ = operands
     operation.check(k_pages, *ids)
-    common = {"scale": options.scale, "soft_cap": options.soft_cap, **({"window": options.window} if operation.has_window else {})}
+    common = {
+        "scale": options.scale,
+        "soft_cap": options.soft_cap,
+        **({"window": options.window} if operation.has_window else {}),
+    }
     plain = sinks is None and out_scale is None and jnp.dtype(options.out_dtype).itemsize > 1
 
     def meaning(*args: Any) -> AttentionOutput:
@@ -196,15 +230,27 @@ def _compute(
         # With nothing left to do after the merge, a single split writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
         outs, lses, scores = operation.kernel(
-            *args, **common, return_scores=options.return_weights, out_dtype=out_dtype, config=options.config, interpret=interpret
+            *args,
+            **common,
+            return_scores=options.return_weights,
+            out_dtype=out_dtype,
+            config=options.config,
+            interpret=interpret,
         )
         return _finish(outs, lses, scores, sinks, out_scale, options)
 
-    return dispatch.run(options.implementation, operands, xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages))
+    return dispatch.run(
+        options.implementation, operands, xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
+    )
 
 
 def _finish(
-    outs: jax.Array, lses: jax.Array, scores: jax.Array | None, sinks: jax.Array | None, out_scale: jax.Array | None, options: Options
+    outs: jax.Array,
+    lses: jax.Array,
+    scores: jax.Array | None,
+    sinks: jax.Array | None,
+    out_scale: jax.Array | None,
+    options: Options,
 ) -> AttentionOutput:
     """Merges the parts (leading axis), adds the sinks, casts, and turns scores into probabilities."""
     out, lse = (outs[0], lses[0]) if outs.shape[0] == 1 and sinks is None else merge_attention(outs, lses, sinks)
@@ -212,7 +258,9 @@ def _finish(
     if options.return_weights:
         assert scores is not None
         total = lse if sinks is None else jnp.logaddexp(lse, sinks)
-        weights = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - jnp.where(jnp.isneginf(total), 0.0, total)[..., None]))
+        weights = jnp.where(
+            jnp.isneginf(scores), 0.0, jnp.exp(scores - jnp.where(jnp.isneginf(total), 0.0, total)[..., None])
+        )
     return AttentionOutput(cast_output(out, out_scale, options.out_dtype), lse, weights)
 
 

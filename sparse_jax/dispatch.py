@@ -12,12 +12,13 @@ from pallas_kernels import lowering
 IMPLEMENTATIONS = (None, "xla", "triton", "interpret")
 
 NO_GPU = (
-    'implementation="triton" is a GPU kernel and this computation is compiled for another platform. Use implementation="xla" (plain jnp, '
-    'differentiable) or implementation="interpret" (the kernel in the Pallas interpreter, slow), or leave implementation=None.'
+    'implementation="triton" is a GPU kernel and this computation is compiled for another platform. Use '
+    'implementation="xla" (plain jnp, differentiable) or implementation="interpret" (the kernel in the Pallas '
+    "interpreter, slow), or leave implementation=None."
 )
 NOT_DIFFERENTIABLE = (
-    'The kernel behind implementation="{}" is not differentiable. Use implementation="xla", which is, or leave implementation=None, which '
-    "differentiates the plain-jnp meaning."
+    'The kernel behind implementation="{}" is not differentiable. Use implementation="xla", which is, or leave '
+    "implementation=None, which differentiates the plain-jnp meaning."
 )
 
 
@@ -31,8 +32,9 @@ def run(
 ) -> Any:
     """Calls `xla(*operands)` or `kernel(*operands, interpret=...)`; both return the same shapes and dtypes.
 
-    refusal: why the kernel does not support these operands, if so. Raises ValueError for an unknown implementation or where the kernel is
-    lowered for a CPU, NotImplementedError(refusal) if the kernel was asked for, and TypeError when the kernel is differentiated.
+    refusal: why the kernel does not support these operands, if so. Raises ValueError for an unknown implementation or
+    where the kernel is lowered for a CPU, NotImplementedError(refusal) if the kernel was asked for, and TypeError when
+    the kernel is differentiated.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")

@@ -29,27 +29,40 @@ def to_slots(
     """Token ids of requests to physical slots `page id * page_stride + token id % page_size`.
 
     token_ids: i32[R, C] or i32[R, Hkv, C], positions inside the request; -1 is absent.
-    page_table: i32[B, W] or i32[B, Hkv, W] page ids. request_ids: i32[R], the table row of each row; one out of range gives -1.
-    lengths: i32[B]; ids at or beyond the length are absent. page_stride: rows from one page to the next, default page_size.
-    workspace_request_ids i32[R] (-1 = ordinary row), workspace_starts i32[workspaces]: such a row gives `start + id` instead.
+    page_table: i32[B, W] or i32[B, Hkv, W] page ids. request_ids: i32[R], the table row of each row; one out of range
+    gives -1.
+    lengths: i32[B]; ids at or beyond the length are absent. page_stride: rows from one page to the next, default
+    page_size. workspace_request_ids i32[R] (-1 = ordinary row), workspace_starts i32[workspaces]: such a row gives
+    `start + id` instead.
     compact: move the valid slots of a row to the front, in their order.
 
-    Returns i32[R, C], or i32[R, Hkv, C] if ids or table have heads; with compact=True (slots, counts i32[R] or i32[R, Hkv]). Ids beyond the
-    table, absent pages and padding rows give -1. Raises ValueError for shapes that do not fit and a page_stride below page_size.
+    Returns i32[R, C], or i32[R, Hkv, C] if ids or table have heads; with compact=True (slots, counts i32[R] or i32[R,
+    Hkv]). Ids beyond the table, absent pages and padding rows give -1. Raises ValueError for shapes that do not fit and
+    a page_stride below page_size.
     """
-    token_ids, page_table, request_ids = as_ids("token_ids", token_ids), as_ids("page_table", page_table), as_ids("request_ids", request_ids)
+    token_ids, page_table, request_ids = (
+        as_ids("token_ids", token_ids),
+        as_ids("page_table", page_table),
+        as_ids("request_ids", request_ids),
+    )
     check_shape("token_ids", token_ids, (None, None), (None, None, None))
     heads = [a.shape[1] for a in (token_ids, page_table) if a.ndim == 3]
     check_shape("page_table", page_table, (None, None), (None, heads[0] if heads else None, None))
     rows = token_ids.shape[0]
-    require(request_ids.shape == (rows,), f"request_ids must cover the rows of token_ids, [{rows}], got {list(request_ids.shape)}")
+    require(
+        request_ids.shape == (rows,),
+        f"request_ids must cover the rows of token_ids, [{rows}], got {list(request_ids.shape)}",
+    )
     require(page_size >= 1 and page_size & (page_size - 1) == 0, f"page_size must be a power of two, got {page_size}")
     page_stride = page_size if page_stride is None else page_stride
     require(page_stride >= page_size, f"page_stride must be at least page_size, got {page_stride} and {page_size}")
     given = (workspace_request_ids is not None, workspace_starts is not None)
     require(given[0] == given[1], f"workspace_request_ids and workspace_starts go together, got {given}")
     if given[0]:
-        workspace_request_ids, workspace_starts = as_ids("workspace_request_ids", workspace_request_ids), as_ids("workspace_starts", workspace_starts)
+        workspace_request_ids, workspace_starts = (
+            as_ids("workspace_request_ids", workspace_request_ids),
+            as_ids("workspace_starts", workspace_starts),
+        )
         check_shape("workspace_request_ids", workspace_request_ids, (rows,))
         check_shape("workspace_starts", workspace_starts, (None,))
     if lengths is not None:
@@ -75,9 +88,11 @@ def _to_slots(arrays: tuple[Any, ...], *, page_size: int, page_stride: int, pack
 def merge_attention(outs: Any, lses: Any, *, sinks: Any = None) -> AttentionOutput:
     """Attention over the union of disjoint sets of keys, from the results over each set.
 
-    outs: [parts, ..., Hq, Dv], computed without sinks. lses: f32[parts, ..., Hq], natural logarithm. sinks: f32[Hq] or None.
-    Returns AttentionOutput with out in the dtype of outs and lse without sinks. Float32 inside. A part with lse = -inf is selected away,
-    whatever its out holds; if all are, out is 0 and lse -inf. Raises ValueError for shapes that do not fit.
+    outs: [parts, ..., Hq, Dv], computed without sinks. lses: f32[parts, ..., Hq], natural logarithm. sinks: f32[Hq] or
+    None.
+    Returns AttentionOutput with out in the dtype of outs and lse without sinks. Float32 inside. A part with lse = -inf
+    is selected away, whatever its out holds; if all are, out is 0 and lse -inf. Raises ValueError for shapes that do
+    not fit.
     """
     outs, lses = as_float("outs", outs), as_array("lses", lses)
     require(outs.ndim >= 3 and outs.shape[0] >= 1, f"outs must be [parts, ..., Hq, Dv], got {list(outs.shape)}")
@@ -94,19 +109,29 @@ def _merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) 
     return AttentionOutput(out.astype(outs.dtype), lse)
 
 
-def top_k(scores: Any, k: int, lengths: Any = None, *, order: str = "score", implementation: str | None = None) -> jax.Array:
+def top_k(
+    scores: Any, k: int, lengths: Any = None, *, order: str = "score", implementation: str | None = None
+) -> jax.Array:
     """Ids of the k largest scores of each row: exact, deterministic, compared in float32.
 
-    scores: [..., S], any float dtype. lengths: i32[...] or None; scores at or beyond the length are masked (above S counts as S, below 0 as 0).
-    order: "score" (falling score, ties by rising id) or "id" (rising id). Returns i32[..., k]: min(k, valid) ids, then -1. NaN and -inf
-    are masked and never chosen; +0 and -0 are equal. implementation: None or "xla"; there is no kernel yet.
+    scores: [..., S], any float dtype. lengths: i32[...] or None; scores at or beyond the length are masked (above S
+    counts as S, below 0 as 0).
+    order: "score" (falling score, ties by rising id) or "id" (rising id). Returns i32[..., k]: min(k, valid) ids, then
+    -1. NaN and -inf are masked and never chosen; +0 and -0 are equal. implementation: None or "xla"; there is no kernel
+    yet.
     Raises ValueError for a k below 1, another order, or lengths of another shape.
     """
     scores = as_array("scores", scores)
-    require(jnp.issubdtype(scores.dtype, jnp.floating) and scores.ndim >= 1, f"scores must be floating [..., S], got {scores.dtype} {list(scores.shape)}")
+    require(
+        jnp.issubdtype(scores.dtype, jnp.floating) and scores.ndim >= 1,
+        f"scores must be floating [..., S], got {scores.dtype} {list(scores.shape)}",
+    )
     require(k >= 1, f"k must be at least 1, got {k}")
     require(order in ("score", "id"), f'order must be "score" or "id", got {order!r}')
-    require(implementation in (None, "xla", "triton", "interpret"), f"implementation must be None or \"xla\", got {implementation!r}")
+    require(
+        implementation in (None, "xla", "triton", "interpret"),
+        f'implementation must be None or "xla", got {implementation!r}',
+    )
     if implementation in ("triton", "interpret"):
         raise NotImplementedError(f'top_k has no kernel yet, got implementation={implementation!r}; use None or "xla"')
     if lengths is not None:
@@ -123,12 +148,17 @@ def _top_k(scores: jax.Array, lengths: jax.Array | None, *, k: int, order: str) 
 def retained_count(length: Any, retention: float) -> Any:
     """How many of `length` tokens a retention keeps: min(length, max(1, ceil(length * retention))).
 
-    length: an int or an integer array on the host; retention: in [0, 1], or above 1 for all. The ceiling is that of the product in double
-    precision, so it is taken on the host: float32 gives other counts. Returns int or an int32 array. Raises ValueError for other inputs.
+    length: an int or an integer array on the host; retention: in [0, 1], or above 1 for all. The ceiling is that of the
+    product in double
+    precision, so it is taken on the host: float32 gives other counts. Returns int or an int32 array. Raises ValueError
+    for other inputs.
     """
     require(not isinstance(length, jax.core.Tracer), "length must be known on the host, got a traced value")
     lengths = np.asarray(length)
-    require(np.issubdtype(lengths.dtype, np.integer) and (lengths >= 0).all(), f"length must be integers of at least 0, got {length!r}")
+    require(
+        np.issubdtype(lengths.dtype, np.integer) and (lengths >= 0).all(),
+        f"length must be integers of at least 0, got {length!r}",
+    )
     require(retention >= 0, f"retention must be at least 0, got {retention}")
     counts = np.minimum(lengths, np.maximum(1, np.ceil(lengths.astype(np.float64) * float(retention)))).astype(np.int32)
     return int(counts) if lengths.ndim == 0 else counts

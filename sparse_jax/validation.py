@@ -23,15 +23,22 @@ def require(condition: bool, message: str) -> None:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """A device array that later changes of a NumPy argument cannot reach: a transfer may still be pending when the caller goes on."""
+    """A device array that later changes of a NumPy argument cannot reach.
+
+    Without the copy a transfer may still be pending when the caller goes on.
+    """
     require(value is not None, f"{name} is required, got None")
     return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
 def as_float(name: str, value: Any, dtypes: tuple[Any, ...] = QUERY_DTYPES) -> jax.Array:
+    """A floating array of one of the dtypes."""
     array = as_array(name, value)
     names = ", ".join(jnp.dtype(d).name for d in dtypes)
-    require(any(array.dtype == d for d in dtypes), f"{name} must have one of the dtypes {names}, got {array.dtype} {array.shape}")
+    require(
+        any(array.dtype == d for d in dtypes),
+        f"{name} must have one of the dtypes {names}, got {array.dtype} {array.shape}",
+    )
     return array
 
 
@@ -49,7 +56,9 @@ def as_ids(name: str, value: Any) -> jax.Array:
 def check_shape(name: str, array: jax.Array, *allowed: tuple[int | None, ...]) -> None:
     """The shape must match one of `allowed`; None in it stands for any size."""
     for shape in allowed:
-        if len(shape) == array.ndim and all(want in (None, have) for want, have in zip(shape, array.shape, strict=True)):
+        if len(shape) == array.ndim and all(
+            want in (None, have) for want, have in zip(shape, array.shape, strict=True)
+        ):
             return
     wanted = " or ".join("[" + ", ".join("*" if n is None else str(n) for n in shape) + "]" for shape in allowed)
     raise ValueError(f"{name} must have the shape {wanted}, got {list(array.shape)}")
@@ -80,9 +89,10 @@ def debug_lengths(name: str, lengths: jax.Array, capacity: int) -> None:
 def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that does what `fn` does and raises a clear error for ids and lengths out of range.
 
-    For debugging: without it such an id is absent (contract 1). `fn` may be jitted, and may call operations of this library anywhere inside.
-    Raises `jax.experimental.checkify.JaxRuntimeError` that names the argument and shows the values. Waits for the result of each call, so the
-    returned function is called from the host, not inside `jit`.
+    For debugging: without it such an id is absent (contract 1). `fn` may be jitted, and may call operations of this
+    library anywhere inside.
+    Raises `jax.experimental.checkify.JaxRuntimeError` that names the argument and shows the values. Waits for the
+    result of each call, so the returned function is called from the host, not inside `jit`.
     """
     instrumented = checkify.checkify(fn, errors=checkify.user_checks)
 

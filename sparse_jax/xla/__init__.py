@@ -1,4 +1,7 @@
-"""The plain-jnp meaning of each operation. A kernel must equal the function of its name here; documents point to this code."""
+"""The plain-jnp meaning of each operation.
+
+A kernel must equal the function of its name here; documents point to this code.
+"""
 
 from sparse_jax.xla.merge_attention import merge_attention as merge_attention
 from sparse_jax.xla.paged_attention import page_sparse_attention as page_sparse_attention

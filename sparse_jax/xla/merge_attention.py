@@ -8,8 +8,9 @@ from jax import lax
 
 
 def merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """outs [parts, ..., Hq, Dv], lses f32[parts, ..., Hq], sinks None or f32[Hq] -> out f32[..., Hq, Dv], lse f32[..., Hq].
+    """Merges outs [parts, ..., Hq, Dv], lses f32[parts, ..., Hq] and sinks None or f32[Hq].
 
+    Returns out f32[..., Hq, Dv] and lse f32[..., Hq].
     With w_i = exp(lse_i - max lse): out = sum_i w_i out_i / (sum_i w_i + exp(sink - max)), lse = max + log(sum_i w_i).
     """
     top = jnp.max(lses, axis=0, initial=-jnp.inf)

@@ -60,7 +60,11 @@ def page_sparse_attention(
     length = jnp.broadcast_to(lengths, (batch, kv_heads))[:, None, :, None, None]
     present = present[..., None] & (index < length)  # [B, T or 1, Hkv, C, P]
     position = index if key_positions is None else key_positions[page, head[..., 0]]
-    row = length - t_rows + jnp.arange(t_rows, dtype=jnp.int32)[:, None, None, None] if q_positions is None else q_positions[..., None, None, None]
+    row = (
+        length - t_rows + jnp.arange(t_rows, dtype=jnp.int32)[:, None, None, None]
+        if q_positions is None
+        else q_positions[..., None, None, None]
+    )
     visible = present & (position >= 0) & (position <= row)  # [B, T, Hkv, C, P]
     visible = visible if window is None else visible & (position > row - window)
 
@@ -70,4 +74,6 @@ def page_sparse_attention(
 
     visible = visible.reshape(batch * t_lists, t_rows // t_lists, kv_heads, -1)
     k_scale, v_scale = (s if s is None or s.ndim == 1 else gather(s) for s in (k_scale, v_scale))
-    return masked_attention(q, gather(k_pages), gather(v_pages), visible, k_scale, v_scale, scale=scale, soft_cap=soft_cap)
+    return masked_attention(
+        q, gather(k_pages), gather(v_pages), visible, k_scale, v_scale, scale=scale, soft_cap=soft_cap
+    )

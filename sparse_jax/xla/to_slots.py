@@ -29,7 +29,9 @@ def to_slots(
     inside = (token_ids >= 0) & (index < width) & (request >= 0)[:, None, None]
     if lengths is not None:
         inside &= token_ids < lengths[row]
-    page = page_table[row, jnp.minimum(jnp.arange(token_ids.shape[1]), table_heads - 1)[None, :, None], jnp.where(inside, index, 0)]
+    page = page_table[
+        row, jnp.minimum(jnp.arange(token_ids.shape[1]), table_heads - 1)[None, :, None], jnp.where(inside, index, 0)
+    ]
     # The bound keeps a wild page id from wrapping round to a real slot.
     in_reach = (page >= 0) & (page <= (INT32_MAX - page_size) // page_stride)
     slots = jnp.where(inside & in_reach, page * page_stride + token_ids % page_size, -1)

@@ -32,4 +32,6 @@ def token_sparse_attention(
 
     visible = jnp.broadcast_to(present[:, None], (groups, rows, *present.shape[1:]))
     k_scale, v_scale = (s if s is None or s.ndim == 1 else gather(s) for s in (k_scale, v_scale))
-    return masked_attention(q, gather(k_pages), gather(v_pages), visible, k_scale, v_scale, scale=scale, soft_cap=soft_cap)
+    return masked_attention(
+        q, gather(k_pages), gather(v_pages), visible, k_scale, v_scale, scale=scale, soft_cap=soft_cap
+    )

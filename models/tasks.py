@@ -1,12 +1,13 @@
-"""Retrieval tasks in real text: passkey, several keys, variable chains, copying. Plain NumPy, the same for the same seed.
+"""Retrieval tasks in real text: passkey, several keys, variable chains, copying. Plain NumPy, repeatable by seed.
 
-A training sequence is BOS and `length - 1` bytes: statements and questions at random bytes of a stretch of text. Every byte
-has a label that says what it is; the loss weight of each label is a setting of training (`models.objective`).
+A training sequence is BOS and `length - 1` bytes: statements and questions at random bytes of a stretch of text. Every
+byte has a label that says what it is; the loss weight of each label is a setting of training (`models.objective`).
+Each statement and each question begins with a line end:
 
-    passkey   \\nThe pass key is 48213. Remember it.\\n     \\nWhat is the pass key? The pass key is 48213.\\n
-    keys      \\nKey: amos is 48213.\\n                    \\nAsk: amos is 48213.\\n
-    copy      \\nString kqzhwtrv...\\n                     \\nString kqzhwtrv...\\n        three letters are given
-    chain     \\nLet k=483.   \\nLet z=k.   \\nLet Q=z.     \\nNow Q=483.                 two hops
+    passkey   The pass key is 48213. Remember it.     What is the pass key? The pass key is 48213.
+    keys      Key: amos is 48213.                     Ask: amos is 48213.
+    copy      String kqzhwtrv...                      String kqzhwtrv...        three letters are given
+    chain     Let k=483.   Let z=k.   Let Q=z.        Now Q=483.                two hops
 
 An evaluation instance is a prompt that ends in a question and the bytes of its answer.
 """
@@ -20,8 +21,8 @@ import numpy as np
 BOS = 256
 
 UNKNOWN, TEXT, TEMPLATE, FILLER, ANSWER, CHAIN, CHAIN_REST = range(7)
-"""Labels of a byte: random where first stated, text, a template's words, text around statements, an answer, the first byte of
-a chain's answer (the only one that needs the chain), its other bytes."""
+"""Labels of a byte: random where first stated, text, a template's words, text around statements, an answer, the first
+byte of a chain's answer (the only one that needs the chain), its other bytes."""
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 NAMES = LETTERS + LETTERS.upper()
@@ -185,7 +186,7 @@ def chain_group(rng: np.random.Generator, names: list[bytes], value: bytes, in_o
     """
     sources = [value, *names]
     statements = [chain_statement(name, source) for name, source in zip(names, sources)]
-    asked = [index for index in reversed(range(len(names))) if index == len(names) - 1 or rng.random() < 0.35]
+    asked = [index for index in reversed(range(len(names))) if index == len(names) - 1 or rng.random() < 0.5]
     questions = [(index + 1, chain_question(names[index], value)) for index in asked]
     if not in_order:
         # Any statement may come last, so a question waits for the whole chain.
@@ -194,7 +195,7 @@ def chain_group(rng: np.random.Generator, names: list[bytes], value: bytes, in_o
 
 
 def chain_groups(rng: np.random.Generator, room: int, max_hops: int) -> list[Group]:
-    """Two to eight chains that together need at most `room` bytes, each with a number that starts with its own digit."""
+    """Two to eight chains that together need at most `room` bytes; each number starts with a digit of its own."""
     names = [bytes([name]) for name in rng.permutation(np.frombuffer(NAMES, np.uint8))]
     firsts = rng.permutation(9) + 1
     odds = HOPS[: max_hops + 1] / HOPS[: max_hops + 1].sum()
@@ -234,7 +235,9 @@ def arrange(rng: np.random.Generator, groups: list[Group], questions_last: bool)
     return [item for _, item in sorted(timed, key=lambda pair: pair[0])]
 
 
-def fill(rng: np.random.Generator, pieces: list[Piece], source: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def fill(
+    rng: np.random.Generator, pieces: list[Piece], source: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Spread pieces over one stretch of text -> (tokens i16[length], labels u8[length]). Pieces must fit."""
     room = length - 1 - sum(len(item.text) for item in pieces)
     if room < 0:
@@ -320,15 +323,13 @@ def common_words(source: np.ndarray) -> list[bytes]:
 def instance(task: str, seed: int | tuple[int, ...], length: int, filler: np.ndarray) -> Instance:
     """One question of `task` at the end of a sequence of `length` tokens, with text of `filler` around the statements.
 
-    Tasks: "passkey"; "keys{n}" (n named values); "copy{n}" (n letters, three given); "chain{n}" (n hops, with three other
-    chains of n hops; their numbers begin with different digits, so the first byte of the answer tells which was followed).
+    Tasks: "passkey"; "keys{n}" (n named values); "copy{n}" (n letters, three given); "chain{n}" (n hops, with three
+    other chains of n hops; the numbers begin with different digits, so the answer's first byte tells the chain).
     Raises ValueError for another name and for a length that the statements do not fit into.
     """
     rng = np.random.default_rng(seed)
     statements, question = _statements(rng, task)
-    answer = bytes(
-        byte for byte, label in zip(question.text, question.labels) if label in (ANSWER, CHAIN, CHAIN_REST)
-    )
+    answer = bytes(byte for byte, label in zip(question.text, question.labels) if label in (ANSWER, CHAIN, CHAIN_REST))
     prompt = question.text[: question.text.rfind(answer)]
     if len(filler) < length:
         filler = np.resize(filler, length)
@@ -360,7 +361,10 @@ def _statements(rng: np.random.Generator, task: str) -> tuple[list[Piece], Piece
     in_order = bool(rng.random() < 0.5)
     groups, asked = [], int(rng.integers(EVALUATION_CHAINS))
     for index in range(EVALUATION_CHAINS):
-        chain, value = names[index * (count + 1) : (index + 1) * (count + 1)], b"%d%02d" % (firsts[index], rng.integers(100))
+        chain, value = (
+            names[index * (count + 1) : (index + 1) * (count + 1)],
+            b"%d%02d" % (firsts[index], rng.integers(100)),
+        )
         if len(chain) <= count:
             raise ValueError(f"{task}: at most {len(NAMES) // EVALUATION_CHAINS - 1} hops")
         groups.append(Group(chain_group(rng, chain, value, in_order).statements, [], in_order))

@@ -1,0 +1,106 @@
+"""The training objective of Ouro: expected loss over the exit distribution, with a floor and an entropy reward.
+
+    loss = sum over tokens w * [ (1 - f) * sum_u p_u CE_u  +  f * sum_u s_u CE_u  -  beta * H(p) ]  /  sum over tokens w
+
+p is the exit distribution of the token, s fixed shares of the loops (every loop must give usable logits), w the weight
+of the label of the byte to predict. The formulation without the floor: Ouro, arXiv 2510.25741.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models import tasks
+from models.exit_gate import exit_log_probabilities
+from models.ouro import Ouro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Weights of the loss. `label_weights` go by label: see `models.tasks`."""
+
+    floor: float = 0.2  # f
+    shares: tuple[float, ...] = (
+        0.1,
+        0.15,
+        0.25,
+        0.5,
+    )  # s_u, normalised; late loops more, so that they are worth their time
+    entropy: float = 0.1  # beta
+    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 8.0, 1.0)
+    dropout: float = 0.1  # of both branches of every layer, in plain text alone
+
+
+class LossParts(NamedTuple):
+    """What a step reports: means over its tokens."""
+
+    loss: jax.Array  # f32[]
+    ce: jax.Array  # f32[3, U] nats a byte of text, answers, first bytes of chain answers; NaN where a batch has none
+    exits: jax.Array  # f32[3, U] mean exit probabilities at the same bytes
+
+
+REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN)
+
+
+class DroppedBranch:
+    """A branch's closing norm followed by dropout; one mask serves all loops, as over the steps of a recurrent net."""
+
+    def __init__(self, norm, mask: jax.Array):
+        self.norm, self.mask = norm, mask
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [B, S, H] and drop."""
+        return self.norm(x) * self.mask
+
+
+def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int, int], rate: float) -> None:
+    """Give every layer of a model (one that lives in this trace only) branches with dropout in the rows of bool[B]."""
+    full, dropped = (*shape, model.config.hidden_size), round(256 * rate)
+    for layer in model.layers:
+        for name in ("input_layernorm_2", "post_attention_layernorm_2"):
+            key, draw = jax.random.split(key)
+            kept = jax.random.bits(draw, full, jnp.uint8) >= dropped  # a byte is enough and costs a quarter
+            mask = jnp.where(rows[:, None, None], kept * (256 / (256 - dropped)), 1.0).astype(model.dtype)
+            setattr(layer, name, DroppedBranch(getattr(layer, name), mask))
+
+
+def cross_entropy(model: Ouro, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Next-byte loss of every loop for tokens i32[B, S].
+
+    Returns ce f32[U, B, S], correct bool[U, B, S] (the target is the arg max) and log exit probabilities f32[U, B, S].
+    Entry s is about token s + 1; the last one means nothing.
+    """
+    targets = jnp.roll(tokens, -1, axis=1)
+    out = model.forward(tokens)
+    logits = model.logits(out.hidden)  # f32[U, B, S, V]
+    # A masked sum: the gradient of a gather is a scatter-add, which is slow on a GPU.
+    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape[1:], 2) == targets[..., None]
+    target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    ce = jax.nn.logsumexp(logits, axis=-1) - target_logit
+    correct = target_logit >= jnp.max(logits, axis=-1)
+    return ce, correct, exit_log_probabilities(out.gate_logits)
+
+
+def loss(model: Ouro, tokens: jax.Array, labels: jax.Array, key: jax.Array, objective: Objective):
+    """The objective for tokens i[B, S] and their labels u8[B, S] -> (f32[], LossParts).
+
+    Dropout changes `model`, which must be one of this trace alone, fresh from `nnx.merge`.
+    """
+    tokens, labels = tokens.astype(jnp.int32), labels.astype(jnp.int32)
+    if objective.dropout > 0:
+        drop_branches(model, key, labels[:, 1] == tasks.TEXT, tokens.shape, objective.dropout)
+    ce, _, log_exits = cross_entropy(model, tokens)
+    exits = jnp.exp(log_exits)
+    label = jnp.roll(labels, -1, axis=1).at[:, -1].set(tasks.UNKNOWN)
+    weight = sum(value * (label == index) for index, value in enumerate(objective.label_weights))
+    shares = jnp.asarray(objective.shares, jnp.float32)[:, None, None] / sum(objective.shares)
+    token_loss = jnp.sum(
+        ((1 - objective.floor) * exits + objective.floor * shares) * ce + objective.entropy * exits * log_exits, axis=0
+    )
+    total = jnp.sum(weight * token_loss) / jnp.maximum(jnp.sum(weight), 1.0)
+    kind = jnp.stack([label == reported for reported in REPORTED]).astype(jnp.float32)  # [3, B, S]
+    count = kind.sum(axis=(1, 2))[:, None]
+    means = [jnp.einsum("ubs,kbs->ku", values, kind, precision="highest") / count for values in (ce, exits)]
+    return total, LossParts(total, *map(jax.lax.stop_gradient, means))

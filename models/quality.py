@@ -1,0 +1,182 @@
+"""How good a model is, without a decode loop: exact match of the tasks and cross entropy of held-out text.
+
+Greedy decoding gives the right answer exactly when every byte of it is the arg max given the bytes before, so one
+forward pass judges all loops at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import objective, tasks
+from models.ouro import Ouro
+
+LENGTHS = (512, 1024, 2048, 4096)
+
+
+class Scorer:
+    """Scores token batches with one compiled function per length; `params` can be exchanged without compiling again."""
+
+    def __init__(self, model: Ouro, tokens_per_batch: int = 32_768):
+        graph, self.params = nnx.split(model)
+        self.tokens_per_batch = tokens_per_batch
+        self.compiled: dict[int, Any] = {}  # length -> compiled function, for those who compile ahead
+
+        def score(params, tokens):
+            ce, correct, log_exits = objective.cross_entropy(nnx.merge(graph, params), tokens)
+            return ce, correct, jnp.exp(log_exits)
+
+        self.score = jax.jit(score)
+
+    def rows(self, length: int) -> int:
+        """Rows of a batch of this length."""
+        return max(1, self.tokens_per_batch // length)
+
+    def lower(self, length: int):
+        """Trace the scoring of a batch; what `.compile()` of the result returns may be put into `compiled[length]`."""
+        return self.score.lower(self.params, jax.ShapeDtypeStruct((self.rows(length), length), jnp.int32))
+
+    def __call__(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score up to `rows(S)` sequences i32[S] -> ce f32, correct bool, exits f32, each [U, B, S - 1].
+
+        Entry s is about token s + 1; `exits` are exit probabilities.
+        """
+        length, count = len(sequences[0]), len(sequences)
+        padding = [sequences[-1]] * (self.rows(length) - count)  # every batch has the compiled shape
+        tokens = jnp.asarray(np.stack(sequences + padding), jnp.int32)
+        ce, correct, exits = jax.device_get(self.compiled.get(length, self.score)(self.params, tokens))
+        return ce[:, :count, :-1], correct[:, :count, :-1], exits[:, :count, :-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """Accuracy of one task at one length; each tuple has one number per loop."""
+
+    count: int
+    exact: tuple[float, ...]  # the whole answer
+    first: tuple[float, ...]  # its first byte
+    exits: tuple[float, ...]  # mean exit probabilities where the first byte is predicted
+
+
+@dataclasses.dataclass(frozen=True)
+class TextResult:
+    """Cross entropy of held-out text in nats per byte; each tuple has one number per loop."""
+
+    bytes: int
+    ce: tuple[float, ...]
+    exits: tuple[float, ...]
+
+
+def _rounded(values: np.ndarray, digits: int = 4) -> tuple[float, ...]:
+    return tuple(round(float(value), digits) for value in values)
+
+
+def task(
+    score: Scorer,
+    name: str,
+    length: int,
+    filler: list[np.ndarray],
+    *,
+    count: int = 128,
+    seed: int = 0,
+) -> TaskResult:
+    """Score `count` instances of a task; `filler` texts take turns."""
+    rows = score.rows(length)
+    made = [
+        tasks.instance(name, (seed, length, number), length, filler[number % len(filler)]) for number in range(count)
+    ]
+    exact, first, exits = [], [], []
+    for start in range(0, count, rows):
+        part = made[start : start + rows]
+        _, correct, leave = score([item.tokens() for item in part])
+        for row, item in enumerate(part):
+            answer = correct[:, row, -len(item.answer) :]  # [U, bytes]
+            exact.append(answer.all(axis=1))
+            first.append(answer[:, 0])
+            exits.append(leave[:, row, -len(item.answer)])
+    return TaskResult(count, *(_rounded(np.mean(values, axis=0)) for values in (exact, first, exits)))
+
+
+def text(score: Scorer, data: np.ndarray, length: int, *, limit: int | None = None) -> TextResult:
+    """Score u8[bytes] in windows of BOS and `length - 1` bytes; the incomplete last window is left out.
+
+    `limit` takes that many windows, spread over the text. Raises ValueError for a text below one window.
+    """
+    windows = len(data) // (length - 1)
+    if windows == 0:
+        raise ValueError(f"held-out text of {len(data)} bytes is shorter than one window of {length - 1}")
+    rows = score.rows(length)
+    chosen = np.unique(np.linspace(0, windows - 1, min(limit or windows, windows)).astype(int))
+    ce, exits = [], []
+    for start in range(0, len(chosen), rows):
+        part = [
+            np.concatenate([[tasks.BOS], data[at * (length - 1) : (at + 1) * (length - 1)]])
+            for at in chosen[start : start + rows].tolist()
+        ]
+        loss, _, leave = score(part)
+        ce.append(loss.sum(axis=(1, 2)))
+        exits.append(leave.sum(axis=(1, 2)))
+    total = len(chosen) * (length - 1)
+    return TextResult(total, *(_rounded(np.sum(values, axis=0) / total) for values in (ce, exits)))
+
+
+def report(
+    score: Scorer,
+    held_out: dict[str, np.ndarray],
+    *,
+    names: Iterable[str] = tasks.EVALUATION_TASKS,
+    lengths: Iterable[int] = LENGTHS,
+    count: int = 128,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Everything the model card tells: tasks[name][length] and text[corpus][length], as plain dictionaries."""
+    filler, lengths = list(held_out.values()), list(lengths)
+    measured = {
+        name: {
+            str(length): dataclasses.asdict(task(score, name, length, filler, count=count, seed=seed))
+            for length in lengths
+        }
+        for name in names
+    }
+    texts = {
+        name: {
+            str(length): dataclasses.asdict(text(score, data, length)) for length in lengths if len(data) >= length - 1
+        }
+        for name, data in held_out.items()
+    }
+    return {"tasks": measured, "text": texts}
+
+
+def gates(result: dict[str, Any]) -> dict[str, bool]:
+    """Whether a report keeps the promises of ouro-tiny (see its model card), as far as it holds the tasks and texts."""
+    measured, texts = result["tasks"], result["text"]
+
+    def exact(name: str) -> float:
+        return min(at["exact"][-1] for at in measured[name].values())
+
+    def ce(name: str) -> tuple[float, ...]:
+        return texts[name][max((length for length in texts[name] if int(length) <= 2048), key=int)]["ce"]
+
+    kept = {}
+    if "passkey" in measured:
+        kept["passkey >= 0.98 at every length"] = exact("passkey") >= 0.98
+    if "keys4" in measured:
+        kept["4 keys >= 0.95 at every length"] = exact("keys4") >= 0.95
+    if texts.get("kjv"):
+        kept["KJV at most 1.06 nats per byte at the last loop"] = ce("kjv")[-1] <= 1.06
+    for name in filter(texts.get, texts):
+        kept[f"{name}: the last loop is not worse than loop 2"] = ce(name)[-1] <= ce(name)[1]
+    gains = [
+        at["first"][-1] - at["first"][1]
+        for name, lengths in measured.items()
+        if name.startswith("chain")
+        for at in lengths.values()
+    ]
+    if gains:
+        kept["chains gain at least 0.1 from loop 2 to the last"] = max(gains) >= 0.1
+    return kept

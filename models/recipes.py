@@ -1,0 +1,157 @@
+"""Settings of a training run, and the presets: `ouro_tiny` with its variants, and `smoke` for tests.
+
+| variant | differs from "deep" in | why |
+| --- | --- | --- |
+| deep | 4 layers of width 256 | long chains in short sequences, dropout on text, late loops weigh more |
+| wide | 2 layers of width 384 | one loop is too shallow to finish retrieval: work for late loops; larger kernels |
+| middle | 3 layers of width 320 | between the two |
+| calm | dropout 0.2, weight decay 0.6, a quarter less text | if held-out text still gets worse in late loops |
+| chains | half of all sequences chains, entropy 0.05 | if chains are not learnt, or all loops share one answer |
+"""
+
+import dataclasses
+from typing import Any
+
+from models.objective import Objective
+from models.ouro import OuroConfig
+from models.tasks import EVALUATION_TASKS, Mixture
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of the curriculum: it ends at the share `until` of the run."""
+
+    until: float
+    lengths: tuple[tuple[int, float], ...]  # (sequence length, share of the steps)
+    mixture: Mixture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All that decides a run. It lasts `steps`, or `minutes` from the first step to the last.
+
+    Rate and curriculum follow the share of the run that is over, of steps or of time. Only runs counted
+    in steps are repeatable bit by bit.
+    """
+
+    model: OuroConfig
+    phases: tuple[Phase, ...]
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    steps: int | None = None
+    minutes: float | None = None
+    tokens_per_step: int = 32_768
+    rate: float = 3e-3
+    warmup: int = 100
+    decay_from: float = 0.6
+    last_rate: float = 0.03  # share of `rate`
+    momentum: float = 0.95
+    weight_decay: float = 0.3
+    clip: float = 1.0
+    dtype: str = "bfloat16"
+    seed: int = 0
+    workers: int = 10
+    checkpoint_every: int = 2_000
+    quick_evaluations: int = 10
+    evaluation_tasks: tuple[str, ...] = EVALUATION_TASKS
+    evaluation_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    evaluation_count: int = 128
+    evaluation_tokens: int = 32_768  # in a batch
+    start_from: str | None = None  # folder or name of a model whose weights to begin with
+    name: str = "ouro-tiny"  # preset, and the variant behind a colon
+
+    def __post_init__(self):
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError(f"give either steps or minutes, got steps={self.steps} and minutes={self.minutes}")
+        if not self.phases or self.phases[-1].until < 1:
+            raise ValueError(f"the last phase must last until 1, got {[phase.until for phase in self.phases]}")
+        if longest := [length for length in self.lengths if length > self.model.max_positions]:
+            raise ValueError(f"sequences of {longest} do not fit the model's {self.model.max_positions} positions")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """All sequence lengths that training sees, rising."""
+        return tuple(sorted({length for phase in self.phases for length, _ in phase.lengths}))
+
+    def rows(self, length: int) -> int:
+        """Sequences in a step of this length."""
+        return max(1, self.tokens_per_step // length)
+
+    def phase(self, fraction: float) -> Phase:
+        """The phase at this share of the run."""
+        return next((phase for phase in self.phases if fraction < phase.until), self.phases[-1])
+
+    def command(self) -> str:
+        """The command line that starts a run like this one, as far as presets go."""
+        preset, _, variant = self.name.partition(":")
+        length = f"--steps {self.steps}" if self.minutes is None else f"--minutes {self.minutes}"
+        start = f" --start-from {self.start_from}" if self.start_from else ""
+        named = f" --variant {variant}" if variant else ""
+        return f"python -m models.train --preset {preset}{named} {length} --seed {self.seed}{start} --out DIR"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be continued, as plain JSON values."""
+        fields = dataclasses.asdict(self)
+        for name in ("workers", "checkpoint_every", "quick_evaluations"):
+            fields.pop(name)
+        return fields
+
+
+def curriculum(*, text: float = 0.30, chains: float = 0.35) -> tuple[Phase, ...]:
+    """Dense short sequences first, then every length up to 4,096; short ones stay in: chains are densest there."""
+
+    def mixture(text_share: float, chain_share: float, **changes) -> Mixture:
+        return Mixture(text=text_share, chains=chain_share, **changes)
+
+    more = min(0.15, 0.95 - text - chains)
+    return (
+        Phase(0.12, ((256, 1.0),), mixture(text - 0.05, chains + more, max_hops=2, max_keys=4)),
+        Phase(0.30, ((256, 0.6), (512, 0.4)), mixture(text - 0.05, chains + more, max_hops=6)),
+        Phase(0.78, ((512, 0.25), (2048, 0.6), (4096, 0.15)), mixture(text, chains)),
+        Phase(1.0, ((512, 0.2), (2048, 0.35), (4096, 0.45)), mixture(text + 0.05, chains - 0.05)),
+    )
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deep": {},
+    "wide": {"model": OuroConfig.tiny(hidden_size=384, intermediate_size=1024, num_layers=2)},
+    "middle": {"model": OuroConfig.tiny(hidden_size=320, intermediate_size=896, num_layers=3)},
+    "calm": {"objective": Objective(dropout=0.2), "weight_decay": 0.6, "phases": curriculum(text=0.22)},
+    "chains": {"objective": Objective(entropy=0.05), "phases": curriculum(chains=0.5)},
+}
+
+
+def ouro_tiny(variant: str = "deep", **changes) -> TrainConfig:
+    """The run that makes ouro-tiny on one H200. Raises ValueError for an unknown variant."""
+    if variant not in VARIANTS:
+        raise ValueError(f"no variant {variant!r}; known: {', '.join(VARIANTS)}")
+    settings: dict[str, Any] = {"model": OuroConfig.tiny(), "phases": curriculum(), "name": f"ouro-tiny:{variant}"}
+    settings |= VARIANTS[variant] | changes
+    if settings.get("steps") is None:
+        settings.setdefault("minutes", 3.3)
+    return TrainConfig(**settings)
+
+
+def smoke(**changes) -> TrainConfig:
+    """Twenty steps of a very small model on short sequences, for a CPU."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    mixture = Mixture(max_hops=2, max_keys=2)
+    settings: dict[str, Any] = {
+        "model": OuroConfig.tiny(**sizes, head_dim=32, max_positions=256),
+        "phases": (Phase(0.5, ((128, 1.0),), mixture), Phase(1.0, ((128, 0.5), (256, 0.5)), mixture)),
+        "tokens_per_step": 512,
+        "warmup": 5,
+        "dtype": "float32",
+        "workers": 0,
+        "quick_evaluations": 0,
+        "evaluation_tasks": ("passkey", "keys4", "chain2"),
+        "evaluation_lengths": (256,),
+        "evaluation_count": 4,
+        "evaluation_tokens": 1024,
+        "name": "smoke",
+    } | changes
+    if settings.get("minutes") is None:
+        settings.setdefault("steps", 20)
+    return TrainConfig(**settings)
+
+
+PRESETS = {"ouro-tiny": ouro_tiny, "smoke": smoke}

@@ -86,7 +86,7 @@ def operation(call: Callable[[], Any], has_kernel: bool) -> dict[str, str]:
             "why": f"JAX runs on {device.device_kind}, which the Pallas kernels support",
         }
     if not has_kernel:
-        return {"implementation": "xla", "why": "plain jnp on every device: XLA makes one kernel of it"}
+        return {"implementation": "xla", "why": "plain jnp on every device"}
     return {
         "implementation": "xla",
         "why": f"JAX runs on {device.device_kind} here; the Pallas kernels need an NVIDIA GPU",

@@ -22,8 +22,10 @@ def bench(
     """Measure sparse and dense decode attention on this machine.
 
     Times are wall microseconds of one call inside a chain of calls: the median, and the fastest and slowest repeat.
-    'of copy' compares the bytes that a call must move with what a plain copy on this device reaches in the same run.
+    "of copy" compares the bytes that a call must move with what a plain copy on this device reaches in the same run.
     On a machine without a GPU, small shapes are measured with plain XLA.
+
+    Example: `--quick --json result.json`
     """
     from sparse_jax.bench.report import BenchResult, Row, line
     from sparse_jax.bench.suites import run

@@ -1,0 +1,204 @@
+"""The console app `sparse-jax`: generate, train, info, bench.
+
+Heavy imports wait until a command runs, so that --help is quick.
+"""
+
+import enum
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sparse_jax.bench.command import bench
+
+app = typer.Typer(
+    name="sparse-jax",
+    help="Sparse decode attention for JAX: generate text from a fraction of the KV cache, train, inspect, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+TRACEBACK = "SPARSE_JAX_TRACEBACK"
+
+
+class Implementation(enum.StrEnum):
+    """Values of --implementation."""
+
+    AUTO = "auto"
+    XLA = "xla"
+    TRITON = "triton"
+    INTERPRET = "interpret"
+
+
+def main() -> None:
+    """The entry point of the installed script."""
+    app()
+
+
+def explained(command: Callable[..., None]) -> Callable[..., None]:
+    """Turns what a user can mend into one line that says so, with exit code 1. Everything else stays a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except Exception as error:
+            message = explanation(error)
+            if message is None or os.environ.get(TRACEBACK):
+                raise
+            Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+            raise typer.Exit(1) from None
+
+    return run
+
+
+def explanation(error: Exception) -> str | None:
+    """What a user reads about an error, or None for one that only a developer can mend."""
+    from sparse_jax.paging import OutOfPages
+
+    if isinstance(error, ValueError | OSError | ImportError | NotImplementedError | OutOfPages):
+        return str(error) or type(error).__name__
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return "the device is out of memory: use shorter prompts, fewer of them, or a smaller --max-tokens"
+    return None
+
+
+@app.command()
+@explained
+def generate(
+    model: Annotated[
+        str, typer.Option(help="The shipped ouro-tiny, a folder with a checkpoint, or owner/name of a hub.")
+    ] = "ouro-tiny",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="What each step reads of the KV cache: dense (all), window (first and latest tokens), quest."
+        ),
+    ] = "quest",
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that a step may read, per layer and head.")] = 256,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file with the text to continue; - is standard input.")
+    ] = None,
+    batch_file: Annotated[
+        Path | None,
+        typer.Option(help='Many prompts: one on each line, or a .jsonl file of {"prompt": ...}, answered as .jsonl.'),
+    ] = None,
+    demo: Annotated[
+        str | None, typer.Option(help="A built-in prompt with a known answer: passkey (2,000 bytes hide a number).")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; 128 unless given.")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model says.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among this many likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    exit_threshold: Annotated[
+        float | None, typer.Option(help="Take the loop where the chance to have left reaches this; 1 is the last loop.")
+    ] = None,
+    implementation: Annotated[
+        Implementation,
+        typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
+    ] = Implementation.AUTO,
+) -> None:
+    """Continue a prompt and stream the text.
+
+    Give a prompt with --prompt, --prompt-file, --batch-file, --demo, or through a pipe.
+    The text goes to standard output; speed, the share of the KV cache that was read, and peak memory to standard error.
+
+    Example: `sparse-jax generate --demo passkey`
+
+    Example: `sparse-jax generate --prompt "In the beginning" --temperature 0.8 --method dense`
+    """
+    from models import prompts, streaming
+    from models.sampling import Sampling
+
+    chosen = prompts.choose(prompt=prompt, prompt_file=prompt_file, batch_file=batch_file, demo=demo)
+    streaming.run(
+        chosen,
+        model=model,
+        method=method,
+        budget=budget,
+        max_tokens=max_tokens or (24 if demo else 128),
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+        exit_threshold=exit_threshold,
+        implementation=None if implementation is Implementation.AUTO else implementation.value,
+    )
+
+
+@app.command()
+@explained
+def train(
+    out: Annotated[Path, typer.Option(help="Folder for the model, its card, curves and metrics.")],
+    text: Annotated[
+        Path, typer.Option(help="Folder with kjv.txt and jargon.txt; python -m models.text makes it.")
+    ] = Path(".data"),
+    preset: Annotated[
+        str, typer.Option(help="ouro-tiny (some minutes on a large GPU) or smoke (a minute on a CPU).")
+    ] = "ouro-tiny",
+    variant: Annotated[str | None, typer.Option(help="A variant of ouro-tiny; models/recipes.py lists them.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Length of the training loop.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Length in steps instead; repeatable bit by bit.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed and steps give the same model.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,
+) -> None:
+    """Train a small Ouro from scratch, then evaluate it and write its model card.
+
+    Ctrl-C stops cleanly: the model is written and evaluated.
+
+    Example: `sparse-jax train --preset smoke --out runs/smoke`
+    """
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false"
+    )  # before JAX starts; faster training on a GPU
+    from models.train import PRESETS
+    from models.train import train as run
+
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; there are {', '.join(PRESETS)}")
+    if minutes is not None and steps is not None:
+        raise ValueError("give --minutes or --steps, not both")
+    if variant is not None and preset != "ouro-tiny":
+        raise ValueError(f"--variant belongs to the preset ouro-tiny, not to {preset}")
+    options = {"variant": variant, "minutes": minutes, "steps": steps, "seed": seed}
+    config = PRESETS[preset](**{name: value for name, value in options.items() if value is not None})
+    run(config, texts=text, out=out, resume=resume)
+
+
+@app.command()
+@explained
+def info() -> None:
+    """Show versions, devices, and which implementation each operation would use here, and why."""
+    from sparse_jax.info import report
+
+    found = report()
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console.print("  ".join(f"{name} {version}" for name, version in found["versions"].items()), highlight=False)
+    for device in found["devices"]:
+        details = [
+            f"{device['memory_gb']} GB for JAX" if device["memory_gb"] else "",
+            f"compute capability {device['capability']}" if device["capability"] else "",
+        ]
+        console.print(f"device {device['id']}: " + ", ".join(filter(None, [device["kind"], *details])), highlight=False)
+    table = Table("operation", "implementation", "why")
+    for name, row in found["operations"].items():
+        table.add_row(name, row["implementation"], escape(row["why"]))
+    console.print(table)
+    for hint in found["hints"]:
+        console.print(f"[yellow]Note:[/] {escape(hint)}", highlight=False)
+
+
+app.command(name="bench")(explained(bench))
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A generation on the terminal: text to standard output as it comes, everything about it to standard error."""
+
+import json
+import sys
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+from models import checkpoints, tokenizers
+from models.generate import Generation, Stats, generate
+from models.prompts import Prompts
+from models.sampling import Sampling
+from sparse_jax import selectors
+
+SHOWN = 160
+"""Characters of the prompt's end that are repeated before its continuation."""
+
+
+def run(
+    prompts: Prompts,
+    *,
+    model: str,
+    method: str,
+    budget: int,
+    max_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    exit_threshold: float | None,
+    implementation: str | None,
+) -> Stats:
+    """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
+
+    Raises what loading, the selector and `generate` raise for what does not fit.
+    """
+    selector = selectors.get(method, budget=budget)
+    config, network = checkpoints.load(model)
+    tokenizer = tokenizers.for_folder(checkpoints.resolve(model))
+    encoded = [tokenizer.encode(text) for text in prompts.texts]
+    console = Console(stderr=True, highlight=False)
+    reads = "the whole KV cache" if method == "dense" else f"about {budget} tokens of the KV cache ({method})"
+    console.print(
+        f"[dim]{model}, {config.loops} loops of {config.num_layers} layers, on {jax.devices()[0].device_kind}; "
+        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {reads}[/]"
+    )
+    generation = generate(
+        network,
+        encoded,
+        selector=selector,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        seed=seed,
+        exit_threshold=exit_threshold,
+        implementation=implementation,
+    )
+    with console.status("compiling and reading the prompt"):
+        chunks = iter(generation)
+        first = next(chunks, None)
+    if prompts.batch:
+        for _ in chunks:
+            pass
+        show_batch(prompts, generation, tokenizer)
+    else:
+        console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end="", soft_wrap=True)
+        text = show_stream(first, chunks, tokenizer)
+        if prompts.answer is not None:
+            console.print(verdict(text, prompts.answer))
+    stats = generation.stats()
+    console.print(f"[dim]{escape(closing_line(stats))}[/]")
+    return stats
+
+
+def show_stream(first: Any, chunks: Any, tokenizer: tokenizers.Tokenizer) -> str:
+    """Writes the text of one request as its chunks arrive, and returns it."""
+    stream, pieces = tokenizer.stream(), []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    if first is not None:
+        write(stream.push(first.tokens[0]))
+    for chunk in chunks:
+        write(stream.push(chunk.tokens[0]))
+    write(stream.finish() + "\n")
+    return "".join(pieces)
+
+
+def show_batch(prompts: Prompts, generation: Generation, tokenizer: tokenizers.Tokenizer) -> None:
+    """Writes what every request generated, in the order of the prompts."""
+    for number, (prompt, tokens, reason) in enumerate(zip(prompts.texts, generation.tokens, generation.finished), 1):
+        text = tokenizer.decode(tokens)
+        if prompts.json:
+            print(json.dumps({"prompt": prompt, "text": text, "finished": reason}))
+        else:
+            print(f"--- {number} ---\n{text}")
+
+
+def verdict(text: str, answer: str) -> str:
+    """Whether a demonstration found what its prompt hides, as rich markup."""
+    if text.strip().startswith(answer):
+        return f"[bold green]Found:[/] the pass key hidden in the prompt is {answer}."
+    return f"[bold red]Not found:[/] the pass key hidden in the prompt is {answer}."
+
+
+def closing_line(stats: Stats) -> str:
+    """Speed, share of the KV cache that was read, and peak memory."""
+    parts = [f"{stats.tokens} tokens"]
+    if stats.tokens_per_second is not None:
+        parts.append(f"{stats.tokens_per_second:.1f} tokens/s (and {stats.compile_seconds:.1f} s to compile)")
+    if stats.kv_fraction is not None:
+        parts.append(
+            f"KV tokens read {stats.kv_tokens_read:,} of {stats.kv_tokens_dense:,} that dense reads "
+            f"({100 * stats.kv_fraction:.1f} %)"
+        )
+    if stats.peak_memory_bytes is not None:
+        parts.append(f"peak memory of the {stats.peak_memory_of} {stats.peak_memory_bytes / 2**20:,.0f} MiB")
+    return "; ".join(parts)
+
+
+def _tail(text: str) -> str:
+    shown = text[-SHOWN:].encode("utf-8", "replace").decode()
+    return shown if len(text) <= SHOWN else "..." + shown

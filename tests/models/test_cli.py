@@ -1,0 +1,212 @@
+"""The console app, with a random model of some thousand parameters."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from models import checkpoints, prompts, streaming
+from models.cli import app, explanation
+from models.generate import Stats
+from models.ouro import Ouro, OuroConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of random weights with the byte vocabulary."""
+    config = OuroConfig.test(vocab_size=264, max_positions=256, num_layers=1, loops=2, bos_id=256, stop_ids=(257,))
+    path = tmp_path_factory.mktemp("model")
+    checkpoints.save(path, Ouro(config, rngs=nnx.Rngs(0), param_dtype=jnp.float32))
+    return str(path)
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def generate(folder, *arguments, **options):
+    return run("generate", "--model", folder, "--max-tokens", 8, *arguments, **options)
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("train",), ("info",), ("bench",)])
+def test_help_names_every_option_in_words(command):
+    done = run(*command, "--help")
+    assert done.exit_code == 0
+    assert "Usage" in done.output
+    assert "Example" in done.output or command in ((), ("info",))
+
+
+def test_text_goes_to_stdout_and_the_account_to_stderr(folder):
+    done = generate(folder, "--prompt", "In the beginning", "--method", "dense")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith("\n")
+    assert "tokens/s" not in done.stdout
+    assert "In the beginning" in done.stderr
+    account = re.search(r"KV tokens read ([\d,]+) of ([\d,]+)", " ".join(done.stderr.split()))
+    assert account is not None, done.stderr
+    assert account[1] == account[2]
+    assert "tokens/s" in done.stderr
+    assert "peak memory" in done.stderr
+
+
+def test_a_budget_reads_less_than_dense(folder):
+    done = generate(folder, "--prompt", "x" * 100, "--method", "quest", "--budget", 48)
+    assert done.exit_code == 0, done.output
+    share = re.search(r"\((\d+\.\d) %\)", done.stderr)
+    assert share is not None, done.stderr
+    assert 10 < float(share[1]) < 70
+
+
+def test_file_pipe_and_option_give_the_same_text(folder, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Now these are the names\n")
+    results = [
+        generate(folder, "--prompt", "Now these are the names"),
+        generate(folder, "--prompt-file", path),
+        generate(folder, input="Now these are the names\n"),
+        generate(folder, "--prompt-file", "-", input="Now these are the names\n"),
+    ]
+    assert len({done.stdout for done in results}) == 1
+    assert all(done.exit_code == 0 for done in results)
+
+
+def test_seed_decides_what_is_drawn(folder):
+    def draw(seed):
+        return generate(
+            folder, "--prompt", "x", "--temperature", 1, "--top-k", 50, "--top-p", 0.9, "--seed", seed
+        ).stdout
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_batch_of_lines_is_answered_in_order(folder, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a first line\n\na second, longer line\n")
+    done = generate(folder, "--batch-file", path)
+    assert done.exit_code == 0, done.output
+    assert re.findall(r"--- (\d) ---", done.stdout) == ["1", "2"]
+
+
+def test_batch_of_json_lines_is_answered_as_json_lines(folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "two\\nlines"}\n{"prompt": "one"}\n')
+    done = generate(folder, "--batch-file", path)
+    assert done.exit_code == 0, done.output
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["two\nlines", "one"]
+    assert all(answer["finished"] in ("stop", "length") for answer in answers)
+
+
+def test_demonstration_says_whether_it_found_the_pass_key():
+    demo = prompts.read_demo("passkey")
+    (text,) = demo.texts
+    assert len(text.encode()) == 2000
+    assert text.endswith("The pass key is ")
+    assert text.count(demo.answer) == 1
+    assert "Found" in streaming.verdict(f" {demo.answer}.\nmore", demo.answer)
+    assert "Not found" in streaming.verdict("12345", demo.answer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", ""), "--prompt"),
+        (("--prompt", "x", "--demo", "passkey"), "leave out the others"),
+        (("--demo", "poem"), "there are passkey"),
+        (("--prompt-file", "no-such-file"), "no-such-file"),
+        (("--prompt", "x", "--method", "magic"), "quest"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("--prompt", "x" * 300), "shorten the prompt"),
+        (("--prompt", "x", "--implementation", "triton"), 'implementation="xla"'),
+    ],
+)
+def test_what_a_user_can_mend_is_said_in_one_line(folder, arguments, message):
+    done = generate(folder, *arguments)
+    assert done.exit_code == 1
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.output
+    assert done.stdout == ""
+
+
+def test_a_model_that_is_not_there_is_named():
+    done = run("generate", "--model", "no-such-model", "--prompt", "x")
+    assert done.exit_code == 1
+    assert "no-such-model" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', '{"prompt": 3}', '{"prompt": ""}', "[1]"])
+def test_a_broken_batch_names_its_line(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        prompts.read_batch(path)
+
+
+def test_only_what_a_user_can_mend_is_explained():
+    assert explanation(ValueError("too long")) == "too long"
+    assert "out of memory" in explanation(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert explanation(KeyError("x")) is None
+
+
+def test_traceback_on_demand(folder, monkeypatch):
+    monkeypatch.setenv("SPARSE_JAX_TRACEBACK", "1")
+    assert isinstance(generate(folder, "--demo", "poem").exception, ValueError)
+
+
+def test_closing_line_leaves_out_what_is_not_known():
+    stats = Stats(
+        prompt_tokens=3,
+        tokens=1,
+        compile_seconds=1.0,
+        prefill_seconds=0.1,
+        decode_seconds=0.0,
+        tokens_per_second=None,
+        kv_tokens_read=0,
+        kv_tokens_dense=0,
+        exit_loops=(1,),
+        stale=0,
+        peak_memory_bytes=None,
+        peak_memory_of="process",
+    )
+    assert streaming.closing_line(stats) == "1 tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "large"), "there are ouro-tiny, smoke"),
+        (("--minutes", 1, "--steps", 2), "not both"),
+        (("--preset", "smoke", "--variant", "wide"), "--variant belongs"),
+        (("--preset", "smoke", "--text", "nowhere"), "python -m models.text"),
+    ],
+)
+def test_training_explains_what_is_missing(tmp_path, arguments, message):
+    done = run("train", "--out", tmp_path / "run", *arguments)
+    assert done.exit_code == 1, done.output
+    assert message in " ".join(done.stderr.split())
+
+
+def test_training_passes_its_options_on(tmp_path, monkeypatch):
+    import models.train
+
+    calls = []
+    monkeypatch.setattr(models.train, "train", lambda config, **places: calls.append((config, places)))
+    done = run(
+        "train", "--preset", "smoke", "--steps", 3, "--seed", 5, "--out", tmp_path, "--text", "texts", "--resume"
+    )
+    assert done.exit_code == 0, done.output
+    ((config, places),) = calls
+    assert (config.steps, config.seed) == (3, 5)
+    assert places == {"texts": places["texts"], "out": tmp_path, "resume": True}
+    assert str(places["texts"]) == "texts"
+
+
+def test_info_shows_each_operation():
+    done = run("info")
+    assert done.exit_code == 0, done.output
+    for name in ("paged_attention", "token_sparse_attention", "top_k"):
+        assert name in done.stdout

@@ -1,4 +1,4 @@
-"""Paged KV state: who owns which page, and the keys and values in it. Everything is functional and runs inside `jax.jit`.
+"""Paged KV state: page tables, who owns which page, and the keys and values in them; functional, inside `jax.jit`.
 
     state = paging.create(planes=8, pages=256, page_size=16, kv_heads=2, key_width=64, requests=4, ...)
     state, reservation = paging.reserve(state, counts, width=1)           # room for new tokens; lengths grow here
@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_jax import slot_pool
+from sparse_jax import paged_kv, slot_pool
+from sparse_jax.paged_kv import PagedKV
+from sparse_jax.paged_kv import flat as flat
 from sparse_jax.slot_pool import INT32_MAX, SlotPool, as_int32
 
 OK = 0
@@ -46,27 +48,6 @@ class PageTable:
     incarnations: jax.Array  # i32[B, W] that each page was leased at, -1 where absent
     lengths: jax.Array  # i32[B] tokens
     status: jax.Array  # i32[B] OK or why the last reserve of this request failed
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PagedKV:
-    """Keys and values of all planes."""
-
-    k: jax.Array  # [planes, N, Hkv, P, D]
-    v: jax.Array  # [planes, N, Hkv, P, Dv]
-
-    @property
-    def planes(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def pages(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[3]
 
 
 @jax.tree_util.register_dataclass
@@ -119,13 +100,13 @@ def create(
     """
     value_width = key_width if value_width is None else value_width
     dtype = jnp.dtype(dtype)
-    sizes = dict(planes=planes, pages=pages, page_size=page_size, kv_heads=kv_heads, key_width=key_width)
-    sizes |= dict(value_width=value_width, requests=requests, pages_per_request=pages_per_request)
+    sizes = {"planes": planes, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "key_width": key_width}
+    sizes |= {"value_width": value_width, "requests": requests, "pages_per_request": pages_per_request}
     if wrong := {name: size for name, size in sizes.items() if not isinstance(size, int | np.integer) or size < 1}:
         raise ValueError(f"sizes are integers from 1 up, got {wrong}")
     if page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _UNSIGNED:
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (1, 2, 4):
         raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
     if (slots := planes * pages * page_size) > INT32_MAX:
         raise ValueError(f"slots are int32: planes * pages * page_size = {slots} is above {INT32_MAX} ({sizes})")
@@ -194,7 +175,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     )
     slots, incarnations = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
     reservation = Reservation(slots, incarnations, copied_from, copied_to)
-    return PagedState(pool, table, _copy_pages(kv, copied_from, copied_to)), reservation
+    return PagedState(pool, table, paged_kv.copy_pages(kv, copied_from, copied_to)), reservation
 
 
 def write(
@@ -203,14 +184,12 @@ def write(
     """Write the new tokens of one plane: k [B, width, Hkv, D], v [B, width, Hkv, Dv] into the reserved slots.
 
     plane is i32[] and may be traced. Only live pages with a single holder are written, so a shared page never changes;
-    reserve, write every plane, then share. Values are cast to the pool's type; eight-bit floats saturate, NaN stays NaN.
+    reserve, write every plane, then share. Values are cast to the type of the pool; eight-bit floats saturate.
     Returns (state, stale i32[]): the reserved slots that were ignored. The pool is not copied when it is donated.
     """
-    kv = state.kv
-    _check_new(k, (*reservation.slots.shape, *kv.k.shape[2:3], kv.k.shape[4]), "k")
-    _check_new(v, (*reservation.slots.shape, *kv.v.shape[2:3], kv.v.shape[4]), "v")
+    _check_new(state.kv, reservation.slots.shape, k, v)
     plane, slots, stale = _writable(state, plane, reservation)
-    return _store(state, plane, slots, k, v), stale
+    return _put(state, plane, slots, k[None], v[None]), stale
 
 
 def append(state: PagedState, k: jax.Array, v: jax.Array, counts: jax.Array) -> tuple[PagedState, Reservation]:
@@ -218,12 +197,12 @@ def append(state: PagedState, k: jax.Array, v: jax.Array, counts: jax.Array) -> 
 
     The first counts[b] tokens of request b are appended, or none (see `reserve`).
     """
-    kv, requests, width = state.kv, state.table.lengths.shape[0], k.shape[2]
-    _check_new(k, (kv.planes, requests, width, kv.k.shape[2], kv.k.shape[4]), "k")
-    _check_new(v, (kv.planes, requests, width, kv.v.shape[2], kv.v.shape[4]), "v")
-    state, reservation = reserve(state, counts, width)
-    _, slots, _ = _writable(state, 0, reservation)
-    return _store(state, slice(None), slots, jnp.moveaxis(k, 0, 2), jnp.moveaxis(v, 0, 2)), reservation
+    if k.ndim != 5 or k.shape[0] != state.kv.planes:
+        raise ValueError(f"k is [{state.kv.planes} planes, B, width, Hkv, D], got {list(k.shape)}")
+    _check_new(state.kv, (state.kv.planes, state.table.lengths.shape[0], k.shape[2]), k, v)
+    state, reservation = reserve(state, counts, k.shape[2])
+    plane, slots, _ = _writable(state, 0, reservation)
+    return _put(state, plane, slots, k, v), reservation
 
 
 def view(state: PagedState, plane: jax.Array) -> PageView:
@@ -233,11 +212,6 @@ def view(state: PagedState, plane: jax.Array) -> PageView:
     plane, inside = _plane(kv, plane)
     pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
     return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive))
-
-
-def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
-    """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses."""
-    return kv.k.reshape(-1, *kv.k.shape[2:]), kv.v.reshape(-1, *kv.v.shape[2:])
 
 
 def flat_slots(state: PagedState, plane: jax.Array, reservation: Reservation) -> jax.Array:
@@ -323,13 +297,12 @@ def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax
     inside = (request >= 0) & (request < table.lengths.shape[0])
     row = jnp.where(inside, request, 0)
     alive = slot_pool.live(state.pool, table.pages[row], table.incarnations[row])
-    pages = jnp.where(alive, table.pages[row], 0)
-    token = jnp.arange(pages.size * kv.page_size, dtype=jnp.int32)
+    token = jnp.arange(alive.size * kv.page_size, dtype=jnp.int32)
     valid = jnp.repeat(alive, kv.page_size) & (token < table.lengths[row]) & inside & plane_inside
 
     def tokens(pool):
-        rows = jnp.moveaxis(_bits(pool)[plane, pages], 2, 1).reshape(token.size, pool.shape[2], pool.shape[4])
-        return lax.bitcast_convert_type(jnp.where(valid[:, None, None], rows, 0), pool.dtype)
+        rows = paged_kv.tokens_of(pool, plane, jnp.where(alive, table.pages[row], -1))
+        return jnp.where(valid[:, None, None], rows, jnp.zeros((), pool.dtype))
 
     return tokens(kv.k), tokens(kv.v)
 
@@ -355,14 +328,6 @@ def check(state: PagedState) -> None:
     raise OutOfPages("; ".join(lines), tuple(np.flatnonzero(status).tolist()))
 
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-
-
-def _bits(pool: jax.Array) -> jax.Array:
-    # Scattering into a bf16 or fp8 pool makes XLA copy all of it on some backends; into unsigned integers never.
-    return lax.bitcast_convert_type(pool, _UNSIGNED[pool.dtype.itemsize])
-
-
 def _plane(kv: PagedKV, plane) -> tuple[jax.Array, jax.Array]:
     plane = as_int32(plane, "plane")
     if plane.ndim:
@@ -371,9 +336,15 @@ def _plane(kv: PagedKV, plane) -> tuple[jax.Array, jax.Array]:
     return jnp.where(inside, plane, 0), inside
 
 
-def _check_new(x: jax.Array, shape: tuple[int, ...], name: str) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name} must be {list(shape)} for this reservation and pool, got {list(x.shape)}")
+def _check_new(kv: PagedKV, leading: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:
+    for name, new, pool in (("k", k, kv.k), ("v", v, kv.v)):
+        if new.shape != (shape := (*leading, kv.kv_heads, pool.shape[-1])):
+            raise ValueError(f"{name} must be {list(shape)}, got {list(new.shape)}")
+
+
+def _put(state: PagedState, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedState:
+    k, v = (x.reshape(x.shape[0], slots.size, *x.shape[3:]) for x in (k, v))  # [U, B * width, Hkv, D]
+    return dataclasses.replace(state, kv=paged_kv.put(state.kv, plane, slots.reshape(-1), k, v))
 
 
 def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -383,28 +354,6 @@ def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.A
     pages = jnp.where(slots >= 0, slots // page_size, slots)
     sole = slot_pool.holders_of(state.pool, pages, reservation.incarnations) == 1
     return plane, jnp.where(sole & inside, slots, -1), slot_pool.count_stale(slots, sole & inside)
-
-
-def _store(state: PagedState, plane, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedState:
-    """Write k [B, width, (planes,) Hkv, D] and v at slots i32[B, width], -1 absent; plane is a number or all of them."""
-    kv, slots = state.kv, slots.reshape(-1)
-    page = jnp.where(slots >= 0, slots // kv.page_size, kv.pages + jnp.arange(slots.size, dtype=jnp.int32))
-    offset = jnp.where(slots >= 0, slots % kv.page_size, 0)
-
-    def put(pool, new):
-        new = new.reshape(slots.size, *new.shape[2:])
-        if pool.dtype.itemsize == 1:  # a plain cast of what is too large for eight bits gives NaN
-            new = jnp.clip(
-                new, jnp.finfo(pool.dtype).min.astype(new.dtype), jnp.finfo(pool.dtype).max.astype(new.dtype)
-            )
-        # Separate axes, so that no flat offset can pass 2**31. Absent rows go past the end, each to its own page there:
-        # -1 would wrap, and the indices must be unique to spare a GPU the atomics.
-        bits = (
-            _bits(pool).at[plane, page, :, offset].set(_bits(new.astype(pool.dtype)), mode="drop", unique_indices=True)
-        )
-        return lax.bitcast_convert_type(bits, pool.dtype)
-
-    return dataclasses.replace(state, kv=PagedKV(put(kv.k, k), put(kv.v, v)))
 
 
 def _grant(eligible, touched, holders, tail, free_count) -> tuple[jax.Array, jax.Array]:
@@ -433,24 +382,10 @@ def _grant(eligible, touched, holders, tail, free_count) -> tuple[jax.Array, jax
 
 
 def _slots(pages, incarnations, offset, counts, width, page_size) -> tuple[jax.Array, jax.Array]:
-    """Slots i32[B, width] and their incarnations for counts i32[B] tokens from `offset` in the first of pages i32[B, K]."""
+    """Slots i32[B, width] and their incarnations of counts i32[B] tokens from `offset` on in pages i32[B, K]."""
     token = jnp.arange(width, dtype=jnp.int32)
     place = offset[:, None] + token
     valid = token < counts[:, None]
     page = jnp.take_along_axis(pages, place // page_size, axis=1)
     slots = jnp.where(valid, page * page_size + place % page_size, -1)
     return slots, jnp.where(valid, jnp.take_along_axis(incarnations, place // page_size, axis=1), -1)
-
-
-def _copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
-    """Copy pages sources i32[B] to targets i32[B] in all planes, -1 none. One at a time: most steps copy nothing."""
-    (which,) = jnp.nonzero(targets >= 0, size=targets.size, fill_value=0)
-
-    def copy_one(i, pools):
-        source, target = sources[which[i]], targets[which[i]]
-        pages = [lax.dynamic_slice_in_dim(pool, source, 1, axis=1) for pool in pools]
-        return tuple(lax.dynamic_update_slice_in_dim(*x, target, axis=1) for x in zip(pools, pages, strict=True))
-
-    copies = jnp.sum(targets >= 0, dtype=jnp.int32)
-    k, v = lax.fori_loop(jnp.int32(0), copies, copy_one, (_bits(kv.k), _bits(kv.v)))
-    return PagedKV(lax.bitcast_convert_type(k, kv.k.dtype), lax.bitcast_convert_type(v, kv.v.dtype))

@@ -1,8 +1,8 @@
 """Slots that are handed out, shared and taken back inside `jax.jit`: pages of a KV pool now, reference slots later.
 
-Ownership is a pair (slot id, incarnation). The incarnation of a slot grows each time the slot is handed out and is never
-reset, so a pair kept after its slot was taken back can be told from the pair of the next owner. `live` is that check, the
-only one in this library: every read, write, share and release asks it (contract 10 of the design).
+Ownership is a pair (slot id, incarnation). The incarnation of a slot grows each time the slot is handed out and is
+never reset, so a pair kept after its slot was taken back can be told from the pair of the next owner. `live` is that
+check, the only one in this library: every read, write, share and release asks it.
 
 Two limits of such a pair. It names a lease, not a holder: each holder must let go once (page tables do, by clearing
 their row). And an int32 incarnation comes back to an old value after 2**32 leases of one slot.
@@ -125,7 +125,7 @@ def count_stale(ids: jax.Array, alive: jax.Array) -> jax.Array:
 
 
 def as_int32(x, name: str) -> jax.Array:
-    """`x` as int32; wider integers saturate, so that no id can wrap round to a valid one. ValueError for other types."""
+    """`x` as int32. Wider integers saturate: no id can wrap round to a valid one. ValueError for other types."""
     if isinstance(x, np.ndarray):
         x = x.copy()  # an array made from NumPy memory may share it, and the caller may reuse its buffer
     x = jnp.asarray(x)

@@ -1,0 +1,110 @@
+"""The keys and values of a paged cache in memory: written and copied in place, whatever the type and the platform.
+
+Who owns which page is the business of `sparse_jax.paging`; ids here are already checked, with -1 for absent.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of all planes, head-major."""
+
+    k: jax.Array  # [planes, N, Hkv, P, D]
+    v: jax.Array  # [planes, N, Hkv, P, Dv]
+
+    planes = property(lambda self: self.k.shape[0])
+    pages = property(lambda self: self.k.shape[1])
+    kv_heads = property(lambda self: self.k.shape[2])
+    page_size = property(lambda self: self.k.shape[3])
+
+
+def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
+    """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses."""
+    return kv.k.reshape(-1, *kv.k.shape[2:]), kv.v.reshape(-1, *kv.v.shape[2:])
+
+
+def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:
+    """Write tokens k [U, M, Hkv, D] and v [U, M, Hkv, Dv] of U planes from `plane` i32[] on, at slots i32[M].
+
+    The plane is valid, slots are valid or -1 and differ from each other. Values are cast to the type of the pool;
+    eight-bit floats saturate (infinities too) and NaN stays NaN.
+    """
+    page = jnp.where(slots >= 0, slots // kv.page_size, -1)
+    offset = jnp.where(slots >= 0, slots % kv.page_size, 0)
+
+    def one(pool, new):
+        if pool.dtype.itemsize == 1:  # a plain cast of what is too large for eight bits gives NaN
+            largest = float(jnp.finfo(pool.dtype).max)
+            new = jnp.clip(new, -largest, largest)
+        # Each platform gets the form that works in place there. XLA's CPU scatter copies bf16 and eight-bit pools (and
+        # an unsigned view of the pool is one more copy); a GPU would start one kernel for each token of the loop.
+        return lax.platform_dependent(
+            pool, plane, page, offset, new.astype(pool.dtype), cpu=_put_loop, default=_put_scatter
+        )
+
+    return PagedKV(one(kv.k, k), one(kv.v, v))
+
+
+def _put_loop(pool, plane, page, offset, new):
+    which, count = _present(page)
+
+    zero = jnp.int32(0)
+
+    def put_one(i, pool):
+        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)[:, :, :, None]  # [U, 1, Hkv, 1, D]
+        return lax.dynamic_update_slice(pool, token, (plane, page[which[i]], zero, offset[which[i]], zero))
+
+    return lax.fori_loop(zero, count, put_one, pool)
+
+
+def _put_scatter(pool, plane, page, offset, new):
+    planes, pages, heads = pool.shape[:3]
+    # Every axis but the last has its own index: no flat offset that could pass 2**31, and no transposed copy of the pool,
+    # which XLA makes when indexed axes do not lead. "drop" mode drops what is past the end but lets -1 wrap, so absent
+    # tokens go past the end, each to a page of its own: unique indices spare a GPU the atomics.
+    page = jnp.where(page >= 0, page, pages + jnp.arange(page.size, dtype=jnp.int32))
+    plane = plane + jnp.arange(new.shape[0], dtype=jnp.int32)
+    at = (plane[:, None, None], page[:, None], jnp.arange(heads, dtype=jnp.int32), offset[:, None])
+    return pool.at[at].set(new, mode="drop", unique_indices=True)
+
+
+def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
+    """Copy pages sources i32[K] to targets i32[K] in all planes; -1 in targets: nothing to do.
+
+    One at a time, only those there are: most steps of a decode copy none, and no step should read or hold K pages.
+    """
+    which, count = _present(targets)
+
+    def copy_one(i, pools):
+        source, target = sources[which[i]], targets[which[i]]
+
+        def copy_in(pool):
+            def read():
+                return lax.dynamic_slice_in_dim(pool, source, 1, axis=1)
+
+            # The condition is always true. It keeps XLA on CPUs from fusing the read with the write, which then could
+            # not be done in place and would copy the pool.
+            page = lax.cond(count > 0, read, lambda: jnp.zeros_like(pool, shape=(pool.shape[0], 1, *pool.shape[2:])))
+            return lax.dynamic_update_slice_in_dim(pool, page, target, axis=1)
+
+        return jax.tree.map(copy_in, pools)
+
+    return lax.fori_loop(jnp.int32(0), count, copy_one, kv)
+
+
+def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:
+    """Tokens [K * P, Hkv, D] of pages i32[K] of one plane of pool [planes, N, Hkv, P, D]; -1 gives the bytes of page 0."""
+    rows = pool.at[plane, jnp.maximum(pages, 0)].get(mode="promise_in_bounds")  # [K, Hkv, P, D]
+    return jnp.moveaxis(rows, 2, 1).reshape(-1, pool.shape[2], pool.shape[4])
+
+
+def _present(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions of the ids i32[M] that are not -1, in front: (positions i32[M], their count i32[])."""
+    (which,) = jnp.nonzero(ids >= 0, size=ids.size, fill_value=0)
+    return which.astype(jnp.int32), jnp.sum(ids >= 0, dtype=jnp.int32)

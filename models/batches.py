@@ -14,6 +14,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import IO
 
 import numpy as np
 
@@ -90,7 +91,7 @@ class Workers:
         if self.processes:
             line = json.dumps(dataclasses.asdict(request)) + "\n"
             try:
-                self._of(request).stdin.write(line.encode())
+                self._of(request)[0].write(line.encode())
             except OSError as error:
                 raise RuntimeError("a worker that makes batches has ended; its message stands above") from error
 
@@ -100,7 +101,7 @@ class Workers:
         if self.maker is not None:
             return self.maker(request)
         size = request.rows * request.length
-        data = self._read(self._of(request).stdout, 3 * size)
+        data = self._read(self._of(request)[1], 3 * size)
         shape = (request.rows, request.length)
         tokens = np.frombuffer(data, "<i2", size).reshape(shape)
         return Batch(request, tokens, np.frombuffer(data, np.uint8, size, offset=2 * size).reshape(shape))
@@ -110,17 +111,20 @@ class Workers:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            for pipe in (process.stdin, process.stdout):
+            for pipe in filter(None, (process.stdin, process.stdout)):
                 with contextlib.suppress(OSError):  # a request that nobody will read
                     pipe.close()
             process.wait(timeout=10)
         self.processes = []
 
-    def _of(self, request: Request) -> subprocess.Popen:
-        return self.processes[request.index % len(self.processes)]
+    def _of(self, request: Request) -> tuple[IO[bytes], IO[bytes]]:
+        process = self.processes[request.index % len(self.processes)]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.stdin, process.stdout
 
     @staticmethod
-    def _read(pipe, size: int) -> bytes:
+    def _read(pipe: IO[bytes], size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
             part = pipe.read(size - len(data))

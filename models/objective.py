@@ -55,7 +55,7 @@ class DroppedBranch:
         return self.norm(x) * self.mask
 
 
-def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int, int], rate: float) -> None:
+def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int, ...], rate: float) -> None:
     """Give every layer of a model (one that lives in this trace only) branches with dropout in the rows of bool[B]."""
     full, dropped = (*shape, model.config.hidden_size), round(256 * rate)
     for layer in model.layers:

@@ -47,7 +47,8 @@ class Progress:
 
     def begin(self) -> None:
         """Start the clock of the next line."""
-        self.since, self.waiting, self.interval_tokens = time.monotonic(), [], 0
+        self.since, self.interval_tokens = time.monotonic(), 0
+        self.waiting: list[tuple[LossParts, jax.Array]] = []
 
     def say(self, line: str) -> None:
         """Print a line and write it to the log."""

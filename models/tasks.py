@@ -156,14 +156,14 @@ def key_value(rng: np.random.Generator) -> bytes:
 
 def key_group(rng: np.random.Generator, count: int, words: list[bytes], used: set[bytes]) -> Group:
     """`count` named values and one to `count` + 1 questions; the names are new in this sequence."""
-    statements, questions = [], []
-    pairs = []
+    pairs: list[tuple[bytes, bytes]] = []
     while len(pairs) < count:
         name = words[rng.integers(len(words))] if rng.random() < 0.5 else letters(rng, int(rng.integers(1, 5)))
         if name not in used:
             used.add(name)
             pairs.append((name, key_value(rng)))
     statements = [key_statement(*pair) for pair in pairs]
+    questions = []
     for _ in range(int(rng.integers(1, count + 2))):
         index = int(rng.integers(count))
         questions.append((index + 1, key_question(*pairs[index])))
@@ -347,10 +347,10 @@ def _statements(rng: np.random.Generator, task: str) -> tuple[list[Piece], Piece
         value = digits(rng, 5)
         return [passkey_statement(value)], passkey_question(value)
     if match[1] == "keys":
-        names: set[bytes] = set()
-        while len(names) < count:
-            names.add(letters(rng, int(rng.integers(2, 5))))
-        pairs = [(name, digits(rng, 5)) for name in sorted(names)]
+        keys: set[bytes] = set()
+        while len(keys) < count:
+            keys.add(letters(rng, int(rng.integers(2, 5))))
+        pairs = [(key, digits(rng, 5)) for key in sorted(keys)]
         rng.shuffle(pairs)
         return [key_statement(*pair) for pair in pairs], key_question(*pairs[rng.integers(count)])
     if match[1] == "copy":

@@ -55,12 +55,13 @@ class Quest(PageSelector):
         # -0 and +0 are equal to min and max: with one of them only, the bits do not depend on the order of the writes.
         keys = jnp.where(keys == 0, 0, keys)
         valid = (slots >= 0) & (slots < pages * page_size)
-        page = jnp.where(
-            valid, slots // page_size, pages
-        )  # `pages` is out of range, so mode="drop" drops it; -1 would wrap
+        # `pages` is out of range, so mode="drop" drops it; -1 would wrap.
+        page = jnp.where(valid, slots // page_size, pages)
+        # The key at offset 0 begins its page anew. Not infinity: such a write would not depend on the keys, so it could
+        # run before the previous layer's reads, and XLA would copy the whole envelope in every layer to allow that.
         first = jnp.where(slots % page_size == 0, page, pages)
-        lo = state.lo.at[first].set(jnp.inf, mode="drop").at[page].min(keys, mode="drop")
-        hi = state.hi.at[first].set(-jnp.inf, mode="drop").at[page].max(keys, mode="drop")
+        lo = state.lo.at[first].set(keys, mode="drop").at[page].min(keys, mode="drop")
+        hi = state.hi.at[first].set(keys, mode="drop").at[page].max(keys, mode="drop")
         return dataclasses.replace(state, lo=lo, hi=hi)
 
     def copy(self, state: Envelope, sources: jax.Array, targets: jax.Array) -> Envelope:

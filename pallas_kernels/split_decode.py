@@ -136,7 +136,7 @@ def attend(
     compute = q_ref.dtype if k_ref.dtype.itemsize < 2 else jnp.promote_types(q_ref.dtype, k_ref.dtype)
     q = [
         lowering.load(
-            q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0
+            q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0.0
         ).astype(compute)
         for cols, inside in _columns(shape.key_width)
     ]
@@ -195,7 +195,7 @@ def _rows_of(ref: Any, keys: Keys, head: jax.Array, width: int, compute: Any) ->
         mask = jnp.broadcast_to(keys.present[:, None], (keys.present.size, cols.size))
         mask = mask & inside[None, :] if padded else mask
         parts.append(
-            lowering.load(ref.at[page, head, keys.offset[:, None], cols[None, :]], mask=mask, other=0).astype(compute)
+            lowering.load(ref.at[page, head, keys.offset[:, None], cols[None, :]], mask=mask, other=0.0).astype(compute)
         )
     return parts
 
@@ -204,7 +204,7 @@ def _token_scale(ref: Any, keys: Keys, head: jax.Array) -> jax.Array:
     """f32[] or f32[block] multiplier of the stored values."""
     if ref.ndim == 1:
         return ref[0]
-    return lowering.load(ref.at[keys.page, head, keys.offset], mask=keys.present, other=0)
+    return lowering.load(ref.at[keys.page, head, keys.offset], mask=keys.present, other=0.0)
 
 
 def _attend_block(

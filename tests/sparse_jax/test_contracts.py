@@ -1,0 +1,251 @@
+"""The contracts of the attention operations, one test or more each, named after them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import sparse_jax
+from sparse_jax import Config
+from tests.attention_cases import CASES, OPS, call, invalid, make_inputs, poisoned
+from tests.compare import assert_close, assert_same_bits
+
+EXACT = Config(exact=True)
+BOTH = ["xla", "interpret"]
+
+
+def scalar_inputs(scores, values, *, page_size, table, lengths):
+    """D = 1 with q = 1, so that a key is its own score (cases.md)."""
+    k = jnp.asarray(scores, jnp.float32).reshape(-1, 1, page_size, 1)
+    v = jnp.asarray(values, jnp.float32).reshape(-1, 1, page_size, 1)
+    q = jnp.ones((len(lengths), 1, 1), jnp.float32)
+    return q, k, v, jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", OPS)
+def test_contract_1_ids_out_of_range_are_absent(op, implementation):
+    case = CASES["gqa4"]
+    x, rng = make_inputs(case), np.random.default_rng(1)
+    limits = {"page_table": x["k_pages"].shape[0], "page_indices": case.W, "slots": x["k_pages"].shape[0] * case.P}
+    wild, absent = dict(x), dict(x)
+    for name, limit in limits.items():
+        hit = rng.random(x[name].shape) < 0.4
+        wild[name] = jnp.where(hit, jnp.asarray(invalid(rng, x[name].shape, limit), jnp.int32), x[name])
+        absent[name] = jnp.where(hit | (x[name] < 0) | (x[name] >= limit), -1, x[name])
+    got = call(op, case, wild, implementation=implementation)
+    assert_same_bits(got.out, call(op, case, absent, implementation=implementation).out)
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "message"),
+    [
+        ("paged", {"page_table": jnp.full((2, 5), 99, jnp.int32)}, "page_table.*99"),
+        ("paged", {"lengths": jnp.array([3, 1000], jnp.int32)}, "lengths.*1000"),
+        ("page_sparse", {"page_indices": jnp.full((2, 2, 3), 7, jnp.int32)}, "page_indices.*7"),
+        ("token_sparse", {"slots": jnp.full((2, 2, 4), -5, jnp.int32)}, "slots.*-5"),
+    ],
+)
+def test_contract_1_checked_raises(op, change, message):
+    case = CASES["gqa4"]
+    x = make_inputs(case)
+    x |= {name: jnp.clip(x[name], -1, high) for name, high in (("page_table", 11), ("page_indices", 4), ("slots", 191))}
+    run = sparse_jax.checked(jax.jit(lambda x: call(op, case, x, implementation=None).out))
+    assert_same_bits(run(x), call(op, case, x, implementation=None).out)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        run({**x, **change})
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", OPS)
+def test_contract_2_empty_rows(op, implementation):
+    case = CASES["empty_rows"]
+    x = make_inputs(case)
+    x["slots"], x["page_indices"] = x["slots"].at[2:].set(-1), x["page_indices"].at[2:].set(-1)
+    whole = call(op, case, x, implementation=implementation, config=EXACT)
+    assert (whole.out[2:] == 0).all()
+    assert jnp.isneginf(whole.lse[2:]).all()
+    assert jnp.isfinite(whole.out).all()
+    per_row = {"q", "page_table", "lengths", "page_indices", "slots"}
+    two = {name: a[:2] if name in per_row else a for name, a in x.items()}
+    part = call(op, dataclasses.replace(case, B=2), two, implementation=implementation, config=EXACT)
+    assert_same_bits(part.out, whole.out[:2])
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_contract_3_lse_is_natural_without_sinks(implementation):
+    args = scalar_inputs([1.0, 3.0], [2.0, 5.0], page_size=2, table=[[0]], lengths=[2])
+    plain = sparse_jax.paged_attention(*args, implementation=implementation)
+    sunk = sparse_jax.paged_attention(*args, sinks=jnp.array([4.0]), implementation=implementation)
+    np.testing.assert_allclose(plain.lse, [[np.logaddexp(1, 3)]], rtol=1e-6)
+    assert_same_bits(plain.lse, sunk.lse)
+    capped = sparse_jax.paged_attention(*args, soft_cap=2.0, implementation=implementation)
+    np.testing.assert_allclose(capped.lse, [[np.logaddexp(*(2 * np.tanh([0.5, 1.5])))]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("fill", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["gqa4", "draft4", "padding_rows"])
+@pytest.mark.parametrize("op", OPS)
+def test_contract_4_other_bytes_change_no_bit(op, name, fill, implementation):
+    case = CASES[name]
+    x = make_inputs(case)
+    clean = call(op, case, poisoned(op, case, x, 0.0), implementation=implementation)
+    dirty = call(op, case, poisoned(op, case, x, fill), implementation=implementation)
+    assert_same_bits(clean.out, dirty.out)
+    assert_same_bits(clean.lse, dirty.lse, name="lse")
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", OPS)
+def test_contract_4_a_poisoned_draft_leaves_earlier_rows_alone(op, implementation):
+    """The last of T tokens holds NaN: only its own row may show it."""
+    case = dataclasses.replace(CASES["draft4"], lengths=(61, 61), row_lists=op == "token_sparse")
+    x = make_inputs(case)
+    x["page_table"] = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    x["page_indices"] = jnp.broadcast_to(jnp.array([3, 0, 1], jnp.int32), (2, 2, 3))
+    last = jnp.array([[3 * 16 + 12], [8 * 16 + 12]])
+    rows = jnp.array([3 * 16, 3 * 16 + 1]), jnp.array([8 * 16, 8 * 16 + 1])
+    base = jnp.broadcast_to(jnp.stack(rows)[:, None, None], (2, 4, 2, 2))
+    mine = jnp.where(jnp.arange(4)[None, :, None, None] == 3, last[:, None, None], -1)
+    x["slots"] = jnp.concatenate([base, jnp.broadcast_to(mine, (2, 4, 2, 1))], -1).astype(jnp.int32)
+    bad = dict(x)
+    for pool in ("k_pages", "v_pages"):
+        bad[pool] = x[pool].at[jnp.array([3, 8]), :, 12].set(jnp.nan)
+    good, sick = (call(op, case, y, implementation=implementation).out for y in (x, bad))
+    assert_same_bits(good[:, :3], sick[:, :3])
+    assert jnp.isnan(sick[:, 3]).all()
+    assert jnp.isfinite(good).all()
+
+
+def test_contract_5_arithmetic_is_float32():
+    """bf16 inputs whose 4,096 equal weights would stall a bf16 sum."""
+    n = 4096
+    k, v = jnp.zeros((1, 1, n, 16), jnp.bfloat16), jnp.ones((1, 1, n, 16), jnp.bfloat16)
+    q, table = jnp.ones((1, 1, 16), jnp.bfloat16), jnp.zeros((1, 1), jnp.int32)
+    for implementation in BOTH:
+        got = sparse_jax.paged_attention(q, k, v, table, jnp.array([n], jnp.int32), implementation=implementation)
+        assert got.lse.dtype == jnp.float32
+        np.testing.assert_allclose(got.lse, np.log(n), rtol=1e-6)
+        np.testing.assert_allclose(got.out.astype(jnp.float32), 1.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", ["page_sparse", "token_sparse"])
+def test_contract_7_duplicates_count_as_often_as_they_appear(op, implementation):
+    q, k, v, table, lengths = scalar_inputs([0.0, 0.0], [1.0, 4.0], page_size=1, table=[[0, 1]], lengths=[2])
+    ids = jnp.array([[[0, 1, 1]]], jnp.int32)
+    if op == "page_sparse":
+        got = sparse_jax.page_sparse_attention(q, k, v, table, lengths, ids, implementation=implementation)
+    else:
+        got = sparse_jax.token_sparse_attention(q, k, v, ids, implementation=implementation)
+    np.testing.assert_allclose(got.out, [[[3.0]]], rtol=1e-6)
+    np.testing.assert_allclose(got.lse, [[np.log(3)]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((2, 8, 32))}, r"k_pages must have the shape .*32\], got"),
+        ({"q": jnp.zeros((2, 7, 64))}, r"Hq must be a multiple of Hkv, got Hq = 7 \(q\) and Hkv = 2"),
+        ({"q": jnp.zeros((2, 8, 64), jnp.int32)}, "q must have one of the dtypes .*got int32"),
+        ({"q": jnp.zeros((8, 64))}, r"q must be \[B, Hq, D\] .*got \[8, 64\]"),
+        ({"k_pages": jnp.zeros((12, 2, 12, 64)), "v_pages": jnp.zeros((12, 2, 12, 64))}, "power of two, got 12"),
+        ({"v_pages": jnp.zeros((11, 2, 16, 64))}, r"v_pages must have the shape .*got \[11"),
+        ({"page_table": jnp.zeros((3, 5), jnp.int32)}, r"page_table must have the shape .*got \[3, 5\]"),
+        ({"page_table": jnp.zeros((2, 5))}, "page_table must hold integers, got float32"),
+        ({"lengths": jnp.zeros((3,), jnp.int32)}, r"lengths must have the shape .*got \[3\]"),
+        ({"lengths": None}, "lengths is required"),
+        ({"sinks": jnp.zeros((2,))}, r"sinks must have the shape \[8\], got \[2\]"),
+        ({"k_scale": jnp.zeros((12,))}, r"k_scale must have the shape .*got \[12\]"),
+        ({"q_positions": jnp.zeros((2, 2), jnp.int32)}, r"q_positions must have the shape .*got \[2, 2\]"),
+        ({"key_positions": jnp.zeros((12, 16), jnp.int32)}, "key_positions must have the shape"),
+    ],
+)
+def test_contract_8_shapes_and_dtypes(change, message):
+    case = CASES["gqa4"]
+    x = {**make_inputs(case), **change}
+    x["q"] = x["q"][:, 0] if x["q"].ndim == 4 else x["q"]
+    with pytest.raises(ValueError, match=message):
+        call("paged", case, x, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),
+        ({"soft_cap": -1.0}, ValueError, "soft_cap must be positive, got -1.0"),
+        ({"scale": jnp.float32(1)}, ValueError, "scale must be a Python number"),
+        ({"out_dtype": jnp.int8}, ValueError, "out_dtype must be one of .*got int8"),
+        ({"implementation": "cuda"}, ValueError, "implementation must be one of .*got 'cuda'"),
+        ({"config": {"splits": 2}}, ValueError, "config must be a Config"),
+    ],
+)
+def test_contract_8_options(options, error, message):
+    x = make_inputs(CASES["gqa4"])
+    args = [x[name] for name in ("q", "k_pages", "v_pages", "page_table", "lengths")]
+    with pytest.raises(error, match=message):
+        sparse_jax.paged_attention(*args, **options)
+
+
+@pytest.mark.parametrize("field", [{"block_tokens": 48}, {"block_rows": 8}, {"num_warps": 3}, {"splits": 0}])
+def test_contract_8_config(field):
+    with pytest.raises(ValueError, match=f"{next(iter(field))} must be .*got {next(iter(field.values()))}"):
+        Config(**field)
+
+
+@pytest.mark.parametrize("name", ["gqa4", "draft4", "gqa4_bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_contract_11_backends_agree(op, name):
+    case = CASES[name]
+    x = make_inputs(case)
+    plain, kernel, default = (call(op, case, x, implementation=i) for i in ("xla", "interpret", None))
+    assert_close(kernel.out, plain.out, case.dtype)
+    assert_close(kernel.lse, plain.lse, case.dtype, name="lse")
+    assert_same_bits(default.out, plain.out)  # this test runs on a CPU
+
+
+def test_contract_11_unknown_to_the_kernel_falls_back():
+    with pytest.raises(NotImplementedError, match="no kernel yet"):
+        sparse_jax.top_k(jnp.zeros(4), 2, implementation="triton")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_12_same_call_same_bits(op):
+    case = CASES["gqa4_bf16"]
+    x = make_inputs(case)
+    first, second = (call(op, case, x, implementation="interpret") for _ in range(2))
+    assert_same_bits(first.out, second.out)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_12_placement_changes_no_bit(op):
+    """SPLIT-2: the same tokens on other physical pages."""
+    case = CASES["gqa4"]
+    x = make_inputs(case)
+    pages = x["k_pages"].shape[0]
+    perm = jnp.asarray(np.random.default_rng(0).permutation(pages), jnp.int32)
+    moved = {**x, **{n: jnp.zeros_like(x[n]).at[perm].set(x[n]) for n in ("k_pages", "v_pages")}}
+    ok, slot_ok = (x["page_table"] >= 0) & (x["page_table"] < pages), (x["slots"] >= 0) & (x["slots"] < pages * case.P)
+    moved["page_table"] = jnp.where(ok, perm[jnp.where(ok, x["page_table"], 0)], -1)
+    slots = jnp.where(slot_ok, x["slots"], 0)
+    moved["slots"] = jnp.where(slot_ok, perm[slots // case.P] * case.P + slots % case.P, -1)
+    for implementation in BOTH:
+        a, b = (call(op, case, y, implementation=implementation, config=EXACT) for y in (x, moved))
+        assert_same_bits(a.out, b.out)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_12_exact_rows_do_not_depend_on_the_batch(op):
+    """SPLIT-1 and PAD-1: one row alone, and among others, under jit of either shape."""
+    case = dataclasses.replace(CASES["gqa4"], B=7, W=9)
+    x = make_inputs(case)
+    whole = call(op, case, x, implementation="interpret", config=EXACT)
+    per_row = {"q", "page_table", "lengths", "page_indices", "slots"}
+    alone = {name: a[3:4] if name in per_row else a for name, a in x.items()}
+    single = call(op, dataclasses.replace(case, B=1), alone, implementation="interpret", config=EXACT)
+    assert_same_bits(single.out[0], whole.out[3])
+    assert_same_bits(single.lse[0], whole.lse[3], name="lse")

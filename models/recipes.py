@@ -3,7 +3,7 @@
 | variant | differs from "deep" in | why |
 | --- | --- | --- |
 | deep | 4 layers of width 256 | long chains in short sequences, dropout on text, late loops weigh more |
-| wide | 2 layers of width 384 | one loop is too shallow to finish retrieval: work for late loops; larger kernels |
+| wide | 2 layers of width 384, more chains first | one loop is too shallow to finish retrieval: work for late loops |
 | middle | 3 layers of width 320 | between the two |
 | calm | dropout 0.2, weight decay 0.6, a quarter less text | if held-out text still gets worse in late loops |
 | chains | half of all sequences chains, entropy 0.05 | if chains are not learnt, or all loops share one answer |
@@ -96,27 +96,30 @@ class TrainConfig:
         return fields
 
 
-def curriculum(*, text: float = 0.30, chains: float = 0.35) -> tuple[Phase, ...]:
-    """Dense short sequences first, then every length up to 4,096; short ones stay in: chains are densest there."""
+def curriculum(*, text: float = 0.30, chains: float = 0.35, first: float = 0.55) -> tuple[Phase, ...]:
+    """Dense short sequences first, then every length up to 4,096; short ones stay in: chains are densest there.
 
-    def mixture(text_share: float, chain_share: float, **changes) -> Mixture:
-        return Mixture(text=text_share, chains=chain_share, **changes)
-
-    more = min(0.15, 0.95 - text - chains)
+    text and chains are shares of the sequences in the long phase, `first` is the share of chains at the beginning.
+    """
+    begin = Mixture(text=0.6 * (1 - first), chains=first, dense=1.0, max_hops=2, max_keys=4)
+    more = Mixture(text=text - 0.05, chains=min(chains + 0.15, 0.65), dense=0.8, max_hops=6)
     return (
-        Phase(0.12, ((256, 1.0),), mixture(text - 0.05, chains + more, max_hops=2, max_keys=4)),
-        Phase(0.30, ((256, 0.6), (512, 0.4)), mixture(text - 0.05, chains + more, max_hops=6)),
-        Phase(0.78, ((512, 0.25), (2048, 0.6), (4096, 0.15)), mixture(text, chains)),
-        Phase(1.0, ((512, 0.2), (2048, 0.35), (4096, 0.45)), mixture(text + 0.05, chains - 0.05)),
+        Phase(0.12, ((256, 1.0),), begin),
+        Phase(0.30, ((256, 0.6), (512, 0.4)), more),
+        Phase(0.78, ((512, 0.25), (2048, 0.6), (4096, 0.15)), Mixture(text=text, chains=chains)),
+        Phase(1.0, ((512, 0.2), (2048, 0.35), (4096, 0.45)), Mixture(text=text + 0.05, chains=chains - 0.05)),
     )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deep": {},
-    "wide": {"model": OuroConfig.tiny(hidden_size=384, intermediate_size=1024, num_layers=2)},
+    "wide": {
+        "model": OuroConfig.tiny(hidden_size=384, intermediate_size=1024, num_layers=2),
+        "phases": curriculum(first=0.75),
+    },
     "middle": {"model": OuroConfig.tiny(hidden_size=320, intermediate_size=896, num_layers=3)},
     "calm": {"objective": Objective(dropout=0.2), "weight_decay": 0.6, "phases": curriculum(text=0.22)},
-    "chains": {"objective": Objective(entropy=0.05), "phases": curriculum(chains=0.5)},
+    "chains": {"objective": Objective(entropy=0.05), "phases": curriculum(chains=0.5, first=0.75)},
 }
 
 

@@ -29,7 +29,7 @@ NAMES = LETTERS + LETTERS.upper()
 HOPS = np.array([0.10, 0.22, 0.20, 0.16, 0.12, 0.08, 0.06, 0.03, 0.03])
 """How often a training chain has 0, 1, 2, ... hops."""
 
-EVALUATION_TASKS = ("passkey", "keys4", "keys8", "copy16", "chain2", "chain4", "chain6")
+EVALUATION_TASKS = ("passkey", "keys4", "keys8", "copy16", "chain1", "chain2", "chain4", "chain6")
 EVALUATION_CHAINS = 4
 
 
@@ -59,6 +59,7 @@ class Mixture:
 
     text: float = 0.35  # plain text, a quarter of it with one stretch repeated
     chains: float = 0.30  # variable chains first, other groups in what room is left
+    dense: float = 0.5  # share of the chain sequences with hardly any text between the statements
     max_hops: int = 8
     max_keys: int = 8
     kinds: tuple[float, float, float] = (0.12, 0.65, 0.23)  # passkey, keys, copy
@@ -272,7 +273,7 @@ def task_sequence(
     rng: np.random.Generator, source: np.ndarray, length: int, mixture: Mixture, words: list[bytes], chains: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Groups of tasks that fill a random share of the sequence, with text around them."""
-    dense = chains and rng.random() < 0.5
+    dense = chains and rng.random() < mixture.dense
     share = rng.random() * (0.1 if dense else 0.97)
     room = min(max(int((length - 1) * (1 - share)), 120), length - 1)
     groups = chain_groups(rng, room, mixture.max_hops) if chains else []

@@ -213,12 +213,13 @@ def command():
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
-def test_command_prints_a_table_and_writes_json(tiny_suite, command, tmp_path):
+def test_command_prints_a_table_and_writes_json(tiny_suite, command, monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "rows", lambda case, plan: iter(example_result().rows))
     path = tmp_path / "result.json"
     done = command("--quick", "--json", str(path))
     assert done.exit_code == 0, done.output
-    assert "token-sparse" in done.output
-    assert len(json.loads(path.read_text())["rows"]) == 3
+    assert "skipped: no room" in done.output
+    assert len(json.loads(path.read_text())["rows"]) == 2
 
 
 @pytest.mark.parametrize("wrong", [("nonsense",), ("--cases", "b9000"), ("--config", "splits=x")])

@@ -62,7 +62,7 @@ def tables(metrics: dict[str, Any]) -> list[str]:
     lengths = [str(length) for length in metrics["config"]["evaluation_lengths"]]
     head = [f"| {{}} | {' | '.join(lengths)} |", f"| --- |{' --- |' * len(lengths)}"]
     lines = [
-        "Exact match, loops 1, 2, ... (for chains the first byte of the answer, which tells the chain; chance is 0.25)",
+        "Exact match, loops 1, 2, ... (of chains the first byte, which tells the chain; chance is 0.25)",
         "",
     ]
     lines += [head[0].format("task"), head[1]]

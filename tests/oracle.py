@@ -16,7 +16,7 @@ def attend(q, keys, values, *, scale, soft_cap=None, sink=None):
 
 
 def rows_of(case, x):
-    """The keys that each row sees: a function (b, t, h) -> list of (page, offset), in list order, with -1 for those that it does not."""
+    """The keys that each row sees: functions (b, t, h) -> [(page, offset) or -1 where it does not], in list order."""
     pages, page_size = x["k_pages"].shape[0], case.P
 
     def of_table(b, t, h, indices):
@@ -51,7 +51,7 @@ def rows_of(case, x):
 
 
 def attention(op, case, inputs):
-    """out [B, T, Hq, Dv], lse [B, T, Hq], weights [B, T, Hq, C] in float64 for the arrays of `attention_cases.make_inputs`."""
+    """out [B, T, Hq, Dv], lse [B, T, Hq], weights [B, T, Hq, C] in float64, for arrays of `make_inputs`."""
     x = {name: None if value is None else np.asarray(value) for name, value in inputs.items()}
     k, v = x["k_pages"].astype(np.float64), x["v_pages"].astype(np.float64)
     for name, pool in (("k_scale", k), ("v_scale", v)):

@@ -1,4 +1,4 @@
-"""Each decode kernel from one body: in the interpreter, lowered for CUDA, and on a GPU; and mutations that must fail."""
+"""Each decode kernel from one body: interpreter, lowering for CUDA, GPU; and mutations that must fail."""
 
 import dataclasses
 import pathlib

@@ -260,3 +260,15 @@ def test_everything_timed_on_a_gpu_lowers_for_one(name, monkeypatch):
     ]
     assert all(row.microseconds and not row.note for row in rows), [row.note for row in rows]
     assert sum("triton" in text for text in lowered) >= 3 + len(peers.jax_paged_settings(case))
+
+
+@pytest.mark.gpu
+def test_suite_on_a_gpu_times_the_kernels_and_finds_them_right(monkeypatch):
+    case = dataclasses.replace(TINY, context=256, q_heads=8, head_dim=64, page_size=16, dtype="bfloat16")
+    monkeypatch.setattr(attention, "ATTENTION", (case,))
+    result = run("attention", effort=BRIEF)
+    kernels = [row for row in result.rows if row.implementation == "triton"]
+    assert [row.op for row in kernels] == ["dense", "page-sparse", "token-sparse"]
+    assert all(not row.note and row.microseconds > 0 and row.error < 2e-2 for row in kernels), kernels
+    assert all(row.of_copy > 0 for row in kernels)
+    assert result.environment["driver"] != "none"

@@ -95,6 +95,19 @@ def test_measure_gives_a_positive_median_inside_its_spread():
     np.testing.assert_allclose(result.first, np.tanh(np.ones((8, 8))) + 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("nanoseconds", "expected"), [(4000, 8.0), (400_000, None), (0, None)])
+def test_kernel_time_is_the_sum_over_streams_where_believable(monkeypatch, nanoseconds, expected):
+    def line(name):
+        return types.SimpleNamespace(name=name, events=[types.SimpleNamespace(duration_ns=nanoseconds)] * 6)
+
+    gpu = types.SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #7"), line("Stream #8"), line("XLA Ops")])
+    host = types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #1")])
+    read = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=[gpu, host]))
+    monkeypatch.setattr(jax.profiler, "ProfileData", read)
+    found = timing._kernel_microseconds(lambda: jnp.ones(2) + 1, calls=2, wall=10.0)
+    assert found == expected
+
+
 def test_suite_on_a_cpu_measures_plain_xla_and_says_so(tiny_suite):
     seen = []
     result = run("attention", effort=BRIEF, on_row=lambda result, row: seen.append(row))

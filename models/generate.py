@@ -147,8 +147,8 @@ def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: 
 
 
 def _rounded_up(n: int, least: int = 16) -> int:
-    """The next size in steps of a quarter of a power of two: few shapes to compile for, at most a quarter too much."""
-    step = max(least, 1 << max(n - 1, 1).bit_length() - 3)
+    """The next size in steps of a quarter of a power of two, at least of `least`: few shapes to compile for."""
+    step = max(least, (1 << (n - 1).bit_length()) // 8)
     return -(-n // step) * step
 
 

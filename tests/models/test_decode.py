@@ -14,8 +14,12 @@ from models.decode import attend_by_selector
 from models.ouro import Ouro, OuroConfig
 from sparse_jax import paging, selectors
 
-PAGE_SIZE = 4
-CONFIG = OuroConfig.test(num_layers=2, loops=3)
+PAGE_SIZE, REQUESTS, PAGES = 4, 4, 40  # one shape for all tests: compiling is what takes time here
+CONFIG = OuroConfig.test(num_layers=2, loops=3, init=dataclasses.replace(OuroConfig.test().init, gate_std=4.0))
+DENSE = selectors.get("dense")
+PROMPTS = (5, 12, 1, 4)
+RNG = np.random.default_rng(0)
+SEQUENCES = [RNG.integers(0, CONFIG.vocab_size, length).tolist() for length in (17, 25, 11, 6)]
 
 
 @pytest.fixture(autouse=True)
@@ -29,51 +33,50 @@ def model() -> Ouro:
     return Ouro(CONFIG, rngs=nnx.Rngs(0))
 
 
-def new_state(requests: int, config=CONFIG, pages: int = 40, dtype=jnp.float32) -> paging.PagedState:
+def new_state() -> paging.PagedState:
     return paging.create(
-        planes=config.planes,
-        pages=pages,
+        planes=CONFIG.planes,
+        pages=PAGES,
         page_size=PAGE_SIZE,
-        kv_heads=config.num_kv_heads,
-        key_width=config.head_dim,
-        requests=requests,
+        kv_heads=CONFIG.num_kv_heads,
+        key_width=CONFIG.head_dim,
+        requests=REQUESTS,
         pages_per_request=8,
-        dtype=dtype,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("selector", "options"))
-def jit_prefill(model, tokens, counts, paged, selector, selector_state, options=()):
-    return decode.prefill(model, tokens, counts, paged, selector, selector_state, **dict(options))
+@functools.partial(jax.jit, static_argnames="selector")
+def _prefill(model, tokens, counts, paged, selector, selector_state):
+    return decode.prefill(model, tokens, counts, paged, selector, selector_state)
 
 
 @functools.partial(jax.jit, static_argnames=("selector", "options"))
-def jit_step(model, tokens, positions, paged, selector, selector_state, options=()):
+def _step(model, tokens, positions, paged, selector, selector_state, options):
     return decode.decode_step(model, tokens, positions, paged, selector, selector_state, **dict(options))
 
 
-def teacher_forced(model, sequences, prompts, selector=None, paged=None, **options):
-    """Logits [steps + 1, B, V] after each prompt and each forced token, with the last DecodeOutput."""
-    selector, options = selector or selectors.get("dense"), tuple(options.items())
-    prefill_options = tuple(item for item in options if item[0] in ("exit_threshold", "exit_step"))
-    paged = paged or new_state(len(sequences))
-    tokens = np.zeros((len(sequences), 16), np.int32)
+def prefill(model, sequences, prompts, selector=DENSE):
+    tokens = np.zeros((REQUESTS, 16), np.int32)
     for row, sequence, length in zip(tokens, sequences, prompts):
         row[:length] = sequence[:length]
-    out = jit_prefill(model, tokens, np.int32(prompts), paged, selector, selector.init(paged.kv), prefill_options)
-    outputs = [out]
-    for step in range(max(len(s) - p for s, p in zip(sequences, prompts))):
-        at = [p + step for p in prompts]
-        forced = np.int32([s[min(a, len(s) - 1)] for s, a in zip(sequences, at)])
-        positions = np.int32([a if a < len(s) else -1 for s, a in zip(sequences, at)])
-        out = jit_step(model, forced, positions, out.paged, selector, out.selector_state, options)
-        outputs.append(out)
+    paged = new_state()
+    state = selector.init(paged.kv)
+    # Selectors without a state do nothing in a prefill.
+    return _prefill(model, tokens, np.int32(prompts), paged, selector if jax.tree.leaves(state) else DENSE, state)
+
+
+def step(model, out, tokens, positions, selector=DENSE, **options):
+    arguments = np.int32(tokens), np.int32(positions), out.paged, selector, out.selector_state
+    return _step(model, *arguments, tuple(options.items()))
+
+
+def teacher_forced(model, sequences=SEQUENCES, prompts=PROMPTS, selector=DENSE, out=None, **options):
+    """Logits [steps + 1, B, V] after each prompt and each forced token, and every DecodeOutput."""
+    outputs = [out or prefill(model, sequences, prompts, selector)]
+    for taken in range(max(len(s) - p for s, p in zip(sequences, prompts))):
+        at = [p + taken if 0 < p + taken < len(s) else -1 for s, p in zip(sequences, prompts)]
+        outputs.append(step(model, outputs[-1], [s[a] for s, a in zip(sequences, at)], at, selector, **options))
     return np.stack([out.logits for out in outputs]), outputs
-
-
-def sequences_of(*lengths):
-    rng = np.random.default_rng(sum(lengths))
-    return [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in lengths]
 
 
 @functools.cache
@@ -86,147 +89,134 @@ def dense_logits(model, sequence):
     return _forward(model)(jnp.asarray(sequence + [0] * (32 - len(sequence)))[None])[:, 0, : len(sequence)]
 
 
-def assert_follows(model, logits, sequences, prompts, loop=-1, atol=1e-4):
-    for request, (sequence, prompt) in enumerate(zip(sequences, prompts)):
+def assert_follows(model, logits, loop=-1, atol=1e-4):
+    for request, (sequence, prompt) in enumerate(zip(SEQUENCES, PROMPTS)):
         expected = dense_logits(model, sequence)[loop, prompt - 1 :]
         np.testing.assert_allclose(logits[: len(expected), request], expected, atol=atol, rtol=0)
 
 
 def test_decode_equals_the_full_forward_at_every_position(model):
-    """Requests of different lengths, across page boundaries, one that ends before the others, one prompt of one token."""
-    sequences, prompts = sequences_of(17, 25, 11, 6), (5, 12, 1, 4)
-    logits, outputs = teacher_forced(model, sequences, prompts)
-    assert_follows(model, logits, sequences, prompts)
+    """Different lengths, across page boundaries, one that ends before the others, one prompt of a single token."""
+    logits, outputs = teacher_forced(model)
+    assert_follows(model, logits)
     np.testing.assert_array_equal(outputs[-1].paged.table.lengths, [17, 25, 11, 6])
     assert sum(int(out.stale) for out in outputs) == 0
     paging.check(outputs[-1].paged)
 
 
 def test_batched_requests_equal_single_ones(model):
-    sequences, prompts = sequences_of(17, 25, 11, 6), (5, 12, 1, 4)
-    together, _ = teacher_forced(model, sequences, prompts)
+    """Alone in the state, in another row: the other rows of the batch are empty."""
+    together, _ = teacher_forced(model)
     for request in (0, 2):
-        alone, _ = teacher_forced(model, [sequences[request]], [prompts[request]])
-        np.testing.assert_allclose(together[: len(alone), request], alone[:, 0], atol=1e-5, rtol=0)
+        alone, _ = teacher_forced(model, [[0], SEQUENCES[request], [0], [0]], (0, PROMPTS[request], 0, 0))
+        np.testing.assert_allclose(together[: len(alone), request], alone[:, 1], atol=1e-5, rtol=0)
 
 
 def read_the_plane_of_the_first_loop(selector, state, plane, q, k_pages, v_pages, view, **options):
-    pages = k_pages.shape[0] // CONFIG.planes
     loop = plane // CONFIG.num_layers
-    wrong = jnp.where(view.page_table >= 0, view.page_table - loop * CONFIG.num_layers * pages, -1)
+    wrong = jnp.where(view.page_table >= 0, view.page_table - loop * CONFIG.num_layers * PAGES, -1)
     view = dataclasses.replace(view, page_table=wrong)
     return attend_by_selector(selector, state, plane, q, k_pages, v_pages, view, **options)
 
 
 def test_mutation_reading_the_plane_of_another_loop_changes_the_model(model):
-    sequences, prompts = sequences_of(17, 25, 11, 6), (5, 12, 1, 4)
-    logits, _ = teacher_forced(model, sequences, prompts, attend=read_the_plane_of_the_first_loop)
+    logits, _ = teacher_forced(model, attend=read_the_plane_of_the_first_loop)
     with pytest.raises(AssertionError):
-        assert_follows(model, logits, sequences, prompts, atol=1e-2)
+        assert_follows(model, logits, atol=1e-2)
 
 
 def test_a_selector_whose_budget_holds_everything_is_dense(model):
-    sequences, prompts = sequences_of(17, 25, 11, 6), (5, 12, 1, 4)
-    logits, _ = teacher_forced(model, sequences, prompts, selectors.get("quest", budget=32))
-    assert_follows(model, logits, sequences, prompts)
+    logits, outputs = teacher_forced(model, selector=selectors.get("quest", budget=32))
+    assert_follows(model, logits)
+    np.testing.assert_array_equal(outputs[1].tokens_read[0], [2 * 6, 2 * 13, 2 * 2, 2 * 5])
 
 
 def test_tokens_read_are_those_of_the_chosen_pages_inside_the_length(model):
     """Window: 4 sinks and the last 4 tokens in pages of 4, counted by hand per plane, summed over both KV heads."""
-    sequences, prompts = sequences_of(17, 25, 11, 6), (5, 12, 1, 4)
-    logits, outputs = teacher_forced(model, sequences, prompts, selectors.get("window", sinks=4, recent=4))
-    dense, dense_outputs = teacher_forced(model, sequences, prompts)
-    for step, (out, full) in enumerate(zip(outputs[1:], dense_outputs[1:]), start=1):
-        for request, (sequence, prompt) in enumerate(zip(sequences, prompts)):
-            length = prompt + step if prompt + step <= len(sequence) else 0
+    logits, outputs = teacher_forced(model, selector=selectors.get("window", sinks=4, recent=4))
+    dense, dense_outputs = teacher_forced(model)
+    for taken, (out, full) in enumerate(zip(outputs, dense_outputs)):
+        for request, (sequence, prompt) in enumerate(zip(SEQUENCES, PROMPTS)):
+            length = prompt + taken if taken and prompt + taken <= len(sequence) else 0
             pages = {0} | set(range(max(length - 4, 0) // 4, (length + 3) // 4)) if length else set()
             tokens = sum(min(4, length - 4 * page) for page in pages)
             np.testing.assert_array_equal(out.tokens_read[:, request], 2 * tokens)
             np.testing.assert_array_equal(full.tokens_read[:, request], 2 * length)
-    assert np.abs(logits - dense).max() > 1e-3  # it really is sparse
-    np.testing.assert_array_equal(outputs[0].tokens_read, 0)
+    assert np.abs(logits[:, 1] - dense[:, 1]).max() > 1e-3  # it really is sparse
 
 
 def test_a_request_that_takes_no_part_keeps_every_bit(model):
-    sequences, prompts = sequences_of(9, 9), (7, 7)
-    selector = selectors.get("quest", budget=8)
-    _, outputs = teacher_forced(model, sequences, prompts, selector)
-    before = outputs[-1]
-    after = jit_step(model, np.int32([3, 3]), np.int32([9, -1]), before.paged, selector, before.selector_state)
+    selector = selectors.get("quest", budget=8, recent=1, sinks=0)
+    before = prefill(model, SEQUENCES, PROMPTS, selector)
+    after = step(model, before, [3] * 4, [5, -1, 1, 4], selector)
     assert int(after.tokens_read[:, 1].sum()) == 0
     for field in ("lengths", "pages", "status"):
         old, new = (getattr(out.paged.table, field)[1] for out in (before, after))
         np.testing.assert_array_equal(old, new)
-    for plane in range(CONFIG.planes):
-        np.testing.assert_array_equal(paging.gather(before.paged, plane, 1), paging.gather(after.paged, plane, 1))
+    pages = np.asarray(before.paged.table.pages[1, :3])
+    np.testing.assert_array_equal(before.paged.kv.k[:, pages], after.paged.kv.k[:, pages])
+    np.testing.assert_array_equal(before.paged.kv.v[:, pages], after.paged.kv.v[:, pages])
 
 
 def test_a_request_without_a_page_keeps_its_state_and_says_so(model):
-    """Two requests of 8 tokens fill all 4 pages; the token after that fits nowhere."""
-    sequences, prompts = sequences_of(8, 8), (7, 7)
-    paged = new_state(2, pages=4)
-    _, outputs = teacher_forced(model, sequences, prompts, paged=paged)
-    before = outputs[-1]
-    after = jit_step(model, np.int32([3, 3]), np.int32([8, 8]), before.paged, selectors.get("dense"), ())
-    np.testing.assert_array_equal(after.paged.table.status, [paging.OUT_OF_PAGES] * 2)
-    jax.tree.map(np.testing.assert_array_equal, after.paged.kv, before.paged.kv)
-    jax.tree.map(np.testing.assert_array_equal, after.paged.pool, before.paged.pool)
-    np.testing.assert_array_equal(after.paged.table.lengths, [8, 8])
+    before = prefill(model, SEQUENCES, PROMPTS)
+    pool = dataclasses.replace(before.paged.pool, free_count=jnp.int32(1))  # for one of the two that need a page
+    before = before._replace(paged=dataclasses.replace(before.paged, pool=pool))
+    after = step(model, before, [3] * 4, [5, 12, 1, 4])
+    np.testing.assert_array_equal(after.paged.table.status, [paging.OK] * 3 + [paging.OUT_OF_PAGES])
+    np.testing.assert_array_equal(after.paged.table.lengths, [6, 13, 2, 4])
+    page = int(before.paged.table.pages[3, 0])
+    np.testing.assert_array_equal(after.paged.kv.k[:, page], before.paged.kv.k[:, page])
+    enough = step(model, prefill(model, SEQUENCES, PROMPTS), [3] * 4, [5, 12, 1, 4])
+    np.testing.assert_array_equal(after.logits[:3], enough.logits[:3])
 
 
 @pytest.mark.parametrize("name", ["dense", "quest"])
 def test_shared_prefix_is_copied_before_it_is_written_with_its_side_data(model, name):
     """Two requests share 6 tokens (a page and a half), then go different ways."""
     selector = selectors.get(name, budget=8, recent=1, sinks=0)
-    prefix, (left, right) = sequences_of(6)[0], sequences_of(5, 5)
-    sequences = [prefix + left, prefix + right]
-    alone, outputs_alone = teacher_forced(model, sequences, (6, 6), selector)
-    paged = new_state(2)
-    tokens = np.zeros((2, 16), np.int32)
-    tokens[0, :6] = prefix
-    out = jit_prefill(model, tokens, np.int32([6, 0]), paged, selector, selector.init(paged.kv))
-    paged, stale = paging.share(out.paged, 0, 1, 6)
+    prefix, left, right = SEQUENCES[1][:6], SEQUENCES[0][:5], SEQUENCES[2][:5]
+    sequences = [prefix + left, prefix + right, [0], [0]]
+    alone, outputs_alone = teacher_forced(model, sequences, (6, 6, 0, 0), selector)
+    out = prefill(model, sequences, (6, 0, 0, 0), selector)
+    paged, stale = jax.jit(paging.share)(out.paged, 0, 1, 6)
     assert int(stale) == 0
-    state = out.selector_state
-    for step in range(5):
-        forced = np.int32([left[step], right[step]])
-        out = jit_step(model, forced, np.int32([6 + step, 6 + step]), paged, selector, state)
-        paged, state = out.paged, out.selector_state
-        np.testing.assert_allclose(out.logits, alone[step + 1], atol=1e-5, rtol=0)
-        np.testing.assert_array_equal(out.tokens_read, outputs_alone[step + 1].tokens_read)
+    shared, outputs = teacher_forced(model, sequences, (6, 6, 0, 0), selector, out=out._replace(paged=paged))
+    np.testing.assert_allclose(shared[1:, :2], alone[1:, :2], atol=1e-5, rtol=0)
+    for out, expected in zip(outputs[1:], outputs_alone[1:]):
+        np.testing.assert_array_equal(out.tokens_read, expected.tokens_read)
         assert int(out.stale) == 0
 
 
 def test_stale_pages_are_ignored_and_counted(model):
-    sequences, prompts = sequences_of(9, 9), (7, 7)
-    _, outputs = teacher_forced(model, sequences, prompts)
-    paged = outputs[-1].paged
-    page = paged.table.pages[1, 0]
-    pool = dataclasses.replace(paged.pool, incarnation=paged.pool.incarnation.at[page].add(1))
-    out = jit_step(
-        model, np.int32([3, 3]), np.int32([9, 9]), dataclasses.replace(paged, pool=pool), selectors.get("dense"), ()
-    )
-    assert int(out.stale) == CONFIG.planes
-    fine = jit_step(model, np.int32([3, 3]), np.int32([9, 9]), paged, selectors.get("dense"), ())
-    np.testing.assert_array_equal(out.logits[0], fine.logits[0])
+    out = prefill(model, SEQUENCES, PROMPTS)
+    page = out.paged.table.pages[1, 0]
+    pool = dataclasses.replace(out.paged.pool, incarnation=out.paged.pool.incarnation.at[page].add(1))
+    stale = step(model, out._replace(paged=dataclasses.replace(out.paged, pool=pool)), [3] * 4, [5, 12, 1, 4])
+    fine = step(model, out, [3] * 4, [5, 12, 1, 4])
+    assert (int(stale.stale), int(fine.stale)) == (CONFIG.planes, 0)
+    np.testing.assert_array_equal(stale.logits[:1], fine.logits[:1])
+    assert int(stale.tokens_read[0, 1]) == 2 * (13 - 4)
 
 
-@pytest.mark.parametrize(
-    "options", [{"exit_threshold": 0.0}, {"exit_step": 0}, {"exit_step": 1, "exit_threshold": 0.0}]
-)
-def test_exit_selects_the_hidden_state_of_its_loop(model, options):
-    sequences, prompts = sequences_of(9, 9), (7, 7)
-    logits, outputs = teacher_forced(model, sequences, prompts, **options)
-    loop = options.get("exit_step", 0)
-    assert_follows(model, logits, sequences, prompts, loop=loop)
-    np.testing.assert_array_equal(outputs[-1].exit_loop, loop)
+def test_exit_step_selects_the_hidden_state_of_its_loop(model):
+    logits, outputs = teacher_forced(model, exit_step=1)
+    expected = dense_logits(model, SEQUENCES[1])[1, PROMPTS[1] :]
+    np.testing.assert_allclose(logits[1 : len(expected) + 1, 1], expected, atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(outputs[1].exit_loop, 1)
 
 
-def test_different_exits_in_one_batch_equal_single_requests(model):
-    sequences, prompts = sequences_of(12, 12, 12, 12), (4, 4, 4, 4)
-    together, outputs = teacher_forced(model, sequences, prompts, exit_threshold=0.55)
-    assert len({int(loop) for out in outputs for loop in out.exit_loop}) > 1
-    for request in range(2):
-        alone, singles = teacher_forced(model, [sequences[request]], [4], exit_threshold=0.55)
-        np.testing.assert_allclose(together[:, request], alone[:, 0], atol=1e-5, rtol=0)
-        assert [int(out.exit_loop[request]) for out in outputs] == [int(out.exit_loop[0]) for out in singles]
+def test_a_batch_with_different_exits_equals_single_requests(model):
+    threshold = 0.6
+    logits, outputs = teacher_forced(model, exit_threshold=threshold)
+    loops = np.stack([out.exit_loop for out in outputs[1:]])
+    assert len(set(loops[:, 1].tolist())) > 1
+    for request in (0, 1, 2):
+        sequence, prompt = SEQUENCES[request], PROMPTS[request]
+        expected = dense_logits(model, sequence)
+        for taken, position in enumerate(range(prompt, len(sequence))):
+            loop = loops[taken, request]
+            np.testing.assert_allclose(logits[taken + 1, request], expected[loop, position], atol=1e-4, rtol=0)
+    alone, singles = teacher_forced(model, [[0], SEQUENCES[1], [0], [0]], (0, 12, 0, 0), exit_threshold=threshold)
+    np.testing.assert_array_equal(np.stack([out.exit_loop for out in singles[1:]])[:, 1], loops[: len(singles) - 1, 1])
+    np.testing.assert_allclose(alone[1:, 1], logits[1 : len(alone), 1], atol=1e-5, rtol=0)

@@ -34,6 +34,11 @@ def run(
 
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
+    if implementation == "triton" and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"--implementation triton is a GPU kernel, and JAX runs on {jax.default_backend()} here; "
+            "use auto, xla or (slow, for tests) interpret"
+        )
     selector = selectors.get(method, budget=budget)
     config, network = checkpoints.load(model)
     tokenizer = tokenizers.for_folder(checkpoints.resolve(model))

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import lowering
 
+# Programs that run at once where each holds three stages of 32 KB: two on each multiprocessor.
+WAVE = 2 * lowering.MULTIPROCESSORS
+MOST_STAGE_BYTES = 160 * 1024  # of 227 KB shared memory; queries and probabilities need some too
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -61,32 +65,54 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def resolve(config: Config | None, *, groups: int, rows: int, tokens: int, width: int, dtype: jnp.dtype) -> Launch:
+def resolve(
+    config: Config | None,
+    *,
+    groups: int,
+    rows: int,
+    tokens: int,
+    key_width: int,
+    value_width: int,
+    dtype: jnp.dtype,
+) -> Launch:
     """Decides every field of a config from shapes and dtypes.
 
-    groups: (request, KV head) pairs, each of `rows` query rows. tokens: keys of a row, the static bound (table width or
-    list length), because true lengths are on the device. width: columns of a key and a value together.
+    groups: (request, KV head) pairs of `rows` query rows. tokens: keys of a row, the static bound (table width or list
+    length), because true lengths are on the device. dtype: that of the cache.
     """
     config = config or Config()
-    block_rows = config.block_rows or min(64, max(16, next_power_of_two(rows)))
-    # 64 keys of 128 + 128 bf16 columns are 32 KB a stage: three stages leave room for two programs on a multiprocessor.
-    row_bytes = width * max(jnp.dtype(dtype).itemsize, 2)
-    block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(32 * 1024 // row_bytes)))
-    num_stages = config.num_stages or 3
-    if config.splits:
-        splits = config.splits
-    else:
-        # Two waves of programs hide the uneven ends of rows; at least two blocks each, or the merge costs more than it
-        # gives.
-        programs = 1 if config.exact else groups * -(-rows // block_rows)
-        blocks = -(-tokens // block_tokens)
-        wanted = 16 if config.exact else -(-2 * lowering.MULTIPROCESSORS // programs)
-        splits = max(1, min(wanted, blocks // 2))
+    # Accumulators of 64 x 128 float32 are half of a program's registers.
+    most_rows = max(16, min(64, 8192 // next_power_of_two(value_width)))
+    block_rows = config.block_rows or min(most_rows, max(16, next_power_of_two(rows)))
+    programs = groups * -(-rows // block_rows)
+    # Short lists of many rows start and end often: small programs overlap that better (H200: 148 against 152 us).
+    many_short = programs > WAVE and tokens <= 8192 and not config.exact
+    stage_bytes = (16 if many_short else 32) * 1024
+    row_bytes = (key_width + value_width) * max(jnp.dtype(dtype).itemsize, 2)
+    block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(stage_bytes // row_bytes + 1) // 2))
+    stages = max(1, min(4 if many_short else 3, MOST_STAGE_BYTES // (row_bytes * block_tokens)))
+    blocks = -(-tokens // block_tokens)
     return Launch(
         block_tokens=block_tokens,
         block_rows=block_rows,
-        num_warps=config.num_warps or 4,
-        num_stages=num_stages,
-        splits=splits,
+        num_warps=config.num_warps or (2 if many_short else 4),
+        num_stages=config.num_stages or stages,
+        splits=config.splits or choose_splits(programs, blocks, config.exact),
         exact=config.exact,
     )
+
+
+def choose_splits(programs: int, blocks: int, exact: bool) -> int:
+    """How many programs share the keys of one row, of which there are `blocks` blocks.
+
+    One wave of programs that fills the chip, or so many that an uneven last wave does not matter: between the two, half of
+    the chip waits (H200, 512 programs of equal length: 2,372 us; cut into 2,048: 2,029 us). At least two blocks each, or
+    the merge costs more than it gives. `exact`: a fixed number, whatever else is in the batch.
+    """
+    if exact:
+        wanted = 16
+    elif programs <= WAVE // 2:
+        wanted = WAVE // programs
+    else:
+        wanted = -(-8 * WAVE // programs)
+    return max(1, min(wanted, blocks // 2))

@@ -124,7 +124,8 @@ def page_sparse_decode(
         groups=shape.groups * shape.kv_heads,
         rows=shape.rows,
         tokens=listed,
-        width=shape.key_width + shape.value_width,
+        key_width=shape.key_width,
+        value_width=shape.value_width,
         dtype=k_pages.dtype,
     )
     lists = page_indices.reshape(shape.groups, shape.kv_heads, -1)

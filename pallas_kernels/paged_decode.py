@@ -179,7 +179,8 @@ def paged_decode(
         groups=shape.groups * shape.kv_heads,
         rows=shape.rows,
         tokens=page_table.shape[-1] * shape.page_size,
-        width=shape.key_width + shape.value_width,
+        key_width=shape.key_width,
+        value_width=shape.value_width,
         dtype=k_pages.dtype,
     )
     out, lse, _ = launch_splits(

@@ -95,7 +95,8 @@ def token_sparse_decode(
         groups=shape.groups * shape.kv_heads,
         rows=shape.rows,
         tokens=slots.shape[-1],
-        width=shape.key_width + shape.value_width,
+        key_width=shape.key_width,
+        value_width=shape.value_width,
         dtype=k_pages.dtype,
     )
     out, lse, scores = launch_splits(

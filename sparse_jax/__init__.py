@@ -1,6 +1,8 @@
 """Sparse decode attention for JAX: paged, functional, jit-compiled, with Pallas kernels for NVIDIA GPUs."""
 
 from pallas_kernels import Config as Config
+from sparse_jax import paging as paging
+from sparse_jax import selectors as selectors
 from sparse_jax.attention import page_sparse_attention as page_sparse_attention
 from sparse_jax.attention import paged_attention as paged_attention
 from sparse_jax.attention import token_sparse_attention as token_sparse_attention

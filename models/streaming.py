@@ -1,15 +1,16 @@
 """A generation on the terminal: text to standard output as it comes, everything about it to standard error."""
 
+import itertools
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 from rich.console import Console
 from rich.markup import escape
 
 from models import checkpoints, tokenizers
-from models.generate import Generation, Stats, generate
+from models.generate import Chunk, Generation, Stats, generate
 from models.prompts import Prompts
 from models.sampling import Sampling
 from sparse_jax import selectors
@@ -59,16 +60,16 @@ def run(
         exit_threshold=exit_threshold,
         implementation=implementation,
     )
+    chunks = iter(generation)
     with console.status("compiling and reading the prompt"):
-        chunks = iter(generation)
-        first = next(chunks, None)
+        first = list(itertools.islice(chunks, 2))  # the prompt's chunk and the first of decoding: both compile
     if prompts.batch:
         for _ in chunks:
             pass
         show_batch(prompts, generation, tokenizer)
     else:
         console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end="", soft_wrap=True)
-        text = show_stream(first, chunks, tokenizer)
+        text = show_stream(itertools.chain(first, chunks), tokenizer)
         if prompts.answer is not None:
             console.print(verdict(text, prompts.answer))
     stats = generation.stats()
@@ -76,7 +77,7 @@ def run(
     return stats
 
 
-def show_stream(first: Any, chunks: Any, tokenizer: tokenizers.Tokenizer) -> str:
+def show_stream(chunks: Iterable[Chunk], tokenizer: tokenizers.Tokenizer) -> str:
     """Writes the text of one request as its chunks arrive, and returns it."""
     stream, pieces = tokenizer.stream(), []
 
@@ -85,8 +86,6 @@ def show_stream(first: Any, chunks: Any, tokenizer: tokenizers.Tokenizer) -> str
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    if first is not None:
-        write(stream.push(first.tokens[0]))
     for chunk in chunks:
         write(stream.push(chunk.tokens[0]))
     write(stream.finish() + "\n")

@@ -47,7 +47,7 @@ def run(
     console = Console(stderr=True, highlight=False)
     reads = "the whole KV cache" if method == "dense" else f"about {budget} tokens of the KV cache ({method})"
     console.print(
-        f"[dim]{model}, {config.loops} loops of {config.num_layers} layers, on {jax.devices()[0].device_kind}; "
+        f"[dim]{escape(model)}, {config.loops} loops of {config.num_layers} layers, on {jax.devices()[0].device_kind}; "
         f"{sum(map(len, encoded)):,} prompt tokens; each step reads {reads}[/]"
     )
     generation = generate(

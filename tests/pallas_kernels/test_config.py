@@ -1,7 +1,5 @@
 """The heuristics: a pure function of shapes, within what the hardware has."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import pytest
 

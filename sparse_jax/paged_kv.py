@@ -42,11 +42,11 @@ def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Ar
         if pool.dtype.itemsize == 1:  # a plain cast of what is too large for eight bits gives NaN
             largest = float(jnp.finfo(pool.dtype).max)
             new = jnp.clip(new, -largest, largest)
-        # Each platform gets the form that works in place there. XLA's CPU scatter copies bf16 and eight-bit pools (and
-        # an unsigned view of the pool is one more copy); a GPU would start one kernel for each token of the loop.
-        return lax.platform_dependent(
-            pool, plane, page, offset, new.astype(pool.dtype), cpu=_put_loop, default=_put_scatter
-        )
+        # A scatter is in place on GPUs, and for some types on CPUs; of the others XLA's CPU scatter copies the pool.
+        # The loop is for CPUs only: a GPU would start one kernel for each token.
+        cpu = _put_scatter if pool.dtype in _PLAIN_ON_CPU else _put_loop
+        args = pool, plane, page, offset, new.astype(pool.dtype)
+        return lax.platform_dependent(*args, cpu=cpu, default=_put_scatter)
 
     return PagedKV(one(kv.k, k), one(kv.v, v))
 
@@ -54,20 +54,18 @@ def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Ar
 def _put_loop(pool, plane, page, offset, new):
     which, count = _present(page)
 
-    zero = jnp.int32(0)
+    def put_one(i, rows):
+        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [U, 1, Hkv, D]
+        return _overwrite_bits(rows, token, plane, page[which[i]], offset[which[i]] * pool.shape[4])
 
-    def put_one(i, pool):
-        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)[:, :, :, None]  # [U, 1, Hkv, 1, D]
-        return lax.dynamic_update_slice(pool, token, (plane, page[which[i]], zero, offset[which[i]], zero))
-
-    return lax.fori_loop(zero, count, put_one, pool)
+    return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
 
 
 def _put_scatter(pool, plane, page, offset, new):
-    planes, pages, heads = pool.shape[:3]
-    # Every axis but the last has its own index: no flat offset that could pass 2**31, and no transposed copy of the pool,
-    # which XLA makes when indexed axes do not lead. "drop" mode drops what is past the end but lets -1 wrap, so absent
-    # tokens go past the end, each to a page of its own: unique indices spare a GPU the atomics.
+    pages, heads = pool.shape[1:3]
+    # Every axis but the last has its own index: no flat offset that could pass 2**31, and no transposed copy of the
+    # pool, which XLA makes when indexed axes do not lead. "drop" mode drops what is past the end but lets -1 wrap, so
+    # absent tokens go past the end, each to a page of its own: unique indices spare a GPU the atomics.
     page = jnp.where(page >= 0, page, pages + jnp.arange(page.size, dtype=jnp.int32))
     plane = plane + jnp.arange(new.shape[0], dtype=jnp.int32)
     at = (plane[:, None, None], page[:, None], jnp.arange(heads, dtype=jnp.int32), offset[:, None])
@@ -82,24 +80,46 @@ def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
     which, count = _present(targets)
 
     def copy_one(i, pools):
-        source, target = sources[which[i]], targets[which[i]]
+        source, target, zero = sources[which[i]], targets[which[i]], jnp.int32(0)
 
-        def copy_in(pool):
+        def copy_in(rows):
             def read():
-                return lax.dynamic_slice_in_dim(pool, source, 1, axis=1)
+                return lax.dynamic_slice_in_dim(rows, source, 1, axis=1)
 
             # The condition is always true. It keeps XLA on CPUs from fusing the read with the write, which then could
             # not be done in place and would copy the pool.
-            page = lax.cond(count > 0, read, lambda: jnp.zeros_like(pool, shape=(pool.shape[0], 1, *pool.shape[2:])))
-            return lax.dynamic_update_slice_in_dim(pool, page, target, axis=1)
+            page = lax.cond(count > 0, read, lambda: jnp.zeros((rows.shape[0], 1, *rows.shape[2:]), rows.dtype))
+            cpu = _overwrite if rows.dtype in _PLAIN_ON_CPU else _overwrite_bits
+            return lax.platform_dependent(rows, page, zero, target, zero, cpu=cpu, default=_overwrite)
 
-        return jax.tree.map(copy_in, pools)
+        return tuple(map(copy_in, pools))
 
-    return lax.fori_loop(jnp.int32(0), count, copy_one, kv)
+    k, v = lax.fori_loop(jnp.int32(0), count, copy_one, (_rows(kv.k), _rows(kv.v)))
+    return PagedKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
+
+
+# XLA's CPU backend computes the other types in float32: to update one token it would convert the whole pool twice.
+_PLAIN_ON_CPU = (jnp.float32, jnp.float16, *([jnp.bfloat16] if jax.__version_info__ >= (0, 11) else []))
+
+
+def _rows(pool):
+    return pool.reshape(*pool.shape[:3], -1)  # [planes, N, Hkv, P * D], the same bytes
+
+
+def _overwrite(rows, new, plane, page, start):
+    return lax.dynamic_update_slice(rows, new, (plane, page, jnp.int32(0), start))
+
+
+def _overwrite_bits(rows, new, plane, page, start):
+    # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
+    # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]
+    bits = [lax.bitcast_convert_type(x, unsigned) for x in (rows, new)]
+    return lax.bitcast_convert_type(_overwrite(*bits, plane, page, start), rows.dtype)
 
 
 def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:
-    """Tokens [K * P, Hkv, D] of pages i32[K] of one plane of pool [planes, N, Hkv, P, D]; -1 gives the bytes of page 0."""
+    """Tokens [K * P, Hkv, D] of pages i32[K] in one plane of pool [planes, N, Hkv, P, D]; for -1 those of page 0."""
     rows = pool.at[plane, jnp.maximum(pages, 0)].get(mode="promise_in_bounds")  # [K, Hkv, P, D]
     return jnp.moveaxis(rows, 2, 1).reshape(-1, pool.shape[2], pool.shape[4])
 

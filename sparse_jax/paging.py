@@ -46,7 +46,7 @@ class PageTable:
 
     pages: jax.Array  # i32[B, W] page ids, -1 absent
     incarnations: jax.Array  # i32[B, W] that each page was leased at, -1 where absent
-    lengths: jax.Array  # i32[B] tokens
+    lengths: jax.Array  # i32[B] tokens; may be set back (rejected drafts): the pages stay and are used again
     status: jax.Array  # i32[B] OK or why the last reserve of this request failed
 
 
@@ -106,7 +106,7 @@ def create(
         raise ValueError(f"sizes are integers from 1 up, got {wrong}")
     if page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (1, 2, 4):
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in (8, 16, 32):
         raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
     if (slots := planes * pages * page_size) > INT32_MAX:
         raise ValueError(f"slots are int32: planes * pages * page_size = {slots} is above {INT32_MAX} ({sizes})")
@@ -136,6 +136,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     A count of 0 leaves the request and its status alone; any other success sets OK. A partly filled last page with
     several holders is copied in all planes before it can be written, except by the last of its holders.
     """
+    _require_kept(state)
     pool, table, kv = state.pool, state.table, state.kv
     requests, table_width = table.pages.shape
     counts = as_int32(counts, "counts")
@@ -170,7 +171,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     table = PageTable(
         pages=table.pages.at[rows, into].set(pages, mode="drop"),
         incarnations=table.incarnations.at[rows, into].set(leased_at, mode="drop"),
-        lengths=table.lengths + jnp.where(granted, sized, 0),
+        lengths=jnp.where(granted, length + sized, table.lengths),
         status=jnp.select(conditions, [table.status, OK, BAD_COUNT, TABLE_FULL, STALE], OUT_OF_PAGES).astype(jnp.int32),
     )
     slots, incarnations = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
@@ -209,7 +210,7 @@ def view(state: PagedState, plane: jax.Array) -> PageView:
     """Page table of one plane (i32[], may be traced) for the attention operations, with everything stale -1."""
     kv, table = state.kv, state.table
     alive = slot_pool.live(state.pool, table.pages, table.incarnations)
-    plane, inside = _plane(kv, plane)
+    plane, inside = _plane(state, plane)
     pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
     return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive))
 
@@ -226,10 +227,8 @@ def flat_copies(state: PagedState, reservation: Reservation) -> tuple[jax.Array,
     What else is kept for a page (minima, scales, scores) must be copied along.
     """
     first = jnp.arange(state.kv.planes, dtype=jnp.int32)[:, None] * state.kv.pages
-    return tuple(
-        jnp.where(pages >= 0, first + pages, -1).reshape(-1)
-        for pages in (reservation.copied_from, reservation.copied_to)
-    )
+    sources, targets = reservation.copied_from, reservation.copied_to
+    return tuple(jnp.where(x >= 0, first + x, -1).reshape(-1) for x in (sources, targets))  # type: ignore[return-value]
 
 
 def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.Array) -> tuple[PagedState, jax.Array]:
@@ -240,11 +239,10 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     Returns (state, stale i32[]): the source's entries that are not live and stay absent in the target; or 1 for a share
     that was ignored because the target is not empty (it has tokens or pages), is the source, or either is out of range.
     """
+    _require_kept(state)
     pool, table = state.pool, state.table
     requests, table_width = table.pages.shape
-    source, target, tokens = (
-        as_int32(x, name) for x, name in ((source, "source"), (target, "target"), (tokens, "tokens"))
-    )
+    source, target, tokens = as_int32(source, "source"), as_int32(target, "target"), as_int32(tokens, "tokens")
     inside = (source >= 0) & (source < requests) & (target >= 0) & (target < requests) & (source != target)
     from_, to = jnp.where(inside, source, 0), jnp.where(inside, target, 0)
     alive = slot_pool.live(pool, table.pages[to], table.incarnations[to])
@@ -274,8 +272,8 @@ def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Arr
 
     Returns (state, stale i32[]): their table entries that were ignored because they are not live.
     """
-    table = state.table
-    requests = jnp.asarray(requests)
+    _require_kept(state)
+    table, requests = state.table, jnp.array(requests)
     if requests.shape != table.lengths.shape or requests.dtype != jnp.bool_:
         raise ValueError(f"requests is bool{list(table.lengths.shape)}, got {requests.dtype}{list(requests.shape)}")
     rows = requests[:, None]
@@ -292,7 +290,7 @@ def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Arr
 def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [W * P, Hkv, D] and values [W * P, Hkv, Dv] of one request in token order; zeros where absent or stale."""
     kv, table = state.kv, state.table
-    plane, plane_inside = _plane(kv, plane)
+    plane, plane_inside = _plane(state, plane)
     request = as_int32(request, "request")
     inside = (request >= 0) & (request < table.lengths.shape[0])
     row = jnp.where(inside, request, 0)
@@ -309,6 +307,7 @@ def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax
 
 def check(state: PagedState) -> None:
     """Raise OutOfPages if the last reserve of some request failed. For the host: it waits for the state."""
+    _require_kept(state)
     status, lengths = np.asarray(state.table.status), np.asarray(state.table.lengths)
     if not status.any():
         return
@@ -328,11 +327,20 @@ def check(state: PagedState) -> None:
     raise OutOfPages("; ".join(lines), tuple(np.flatnonzero(status).tolist()))
 
 
-def _plane(kv: PagedKV, plane) -> tuple[jax.Array, jax.Array]:
+def _require_kept(state: PagedState) -> None:
+    """Say which array is gone when a donated state is used again; inside `jax.jit` there is nothing to check."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            name = f"state{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name} was donated to an earlier call: go on with the state which that call returned")
+
+
+def _plane(state: PagedState, plane) -> tuple[jax.Array, jax.Array]:
+    _require_kept(state)
     plane = as_int32(plane, "plane")
     if plane.ndim:
         raise ValueError(f"plane is one number, got shape {list(plane.shape)}")
-    inside = (plane >= 0) & (plane < kv.planes)
+    inside = (plane >= 0) & (plane < state.kv.planes)
     return jnp.where(inside, plane, 0), inside
 
 
@@ -349,8 +357,8 @@ def _put(state: PagedState, plane: jax.Array, slots: jax.Array, k: jax.Array, v:
 
 def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(plane i32[], slots i32[B, width] with -1 where not to be written, stale i32[])."""
-    plane, inside = _plane(state.kv, plane)
-    slots, page_size = reservation.slots, state.kv.page_size
+    plane, inside = _plane(state, plane)
+    slots, page_size = as_int32(reservation.slots, "slots"), state.kv.page_size
     pages = jnp.where(slots >= 0, slots // page_size, slots)
     sole = slot_pool.holders_of(state.pool, pages, reservation.incarnations) == 1
     return plane, jnp.where(sole & inside, slots, -1), slot_pool.count_stale(slots, sole & inside)

@@ -12,7 +12,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 INT32_MAX = 2**31 - 1
 
@@ -126,9 +125,7 @@ def count_stale(ids: jax.Array, alive: jax.Array) -> jax.Array:
 
 def as_int32(x, name: str) -> jax.Array:
     """`x` as int32. Wider integers saturate: no id can wrap round to a valid one. ValueError for other types."""
-    if isinstance(x, np.ndarray):
-        x = x.copy()  # an array made from NumPy memory may share it, and the caller may reuse its buffer
-    x = jnp.asarray(x)
+    x = jnp.array(x)  # a copy: on a CPU `asarray` may share NumPy's memory, which the caller may reuse
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {x.dtype}{list(x.shape)}")
     if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:

@@ -8,7 +8,7 @@ from typing import Any
 
 TEMPLATE = """# {name}
 
-A byte-level Ouro of {parameters:,} parameters ({layers} layers, {loops} loops), trained from nothing in
+A byte-level Ouro of {parameters:,} parameters ({layers} layers, {loops} loops), trained {start} in
 {minutes:.1f} minutes on one {device} by this project, so that its commands, tests and notebooks have a real looped
 model without a download.
 Vocabulary: 256 bytes, BOS 256 in front of every sequence, 257 ends one (never trained), 264 rows. Context {context}.
@@ -62,13 +62,12 @@ def tables(metrics: dict[str, Any]) -> list[str]:
     lengths = [str(length) for length in metrics["config"]["evaluation_lengths"]]
     head = [f"| {{}} | {' | '.join(lengths)} |", f"| --- |{' --- |' * len(lengths)}"]
     lines = [
-        "Exact match, loops 1, 2, ... (of chains the first byte, which tells the chain; chance is 0.25)",
+        "Exact match, loops 1, 2, ... (a chain has three others around it: a guess among their digits is worth 0.25)",
         "",
     ]
     lines += [head[0].format("task"), head[1]]
     for name, results in metrics["tasks"].items():
-        kind = "first" if name.startswith("chain") else "exact"
-        lines.append(f"| {name} | {' | '.join(_loops(results[length][kind], 2) for length in lengths)} |")
+        lines.append(f"| {name} | {' | '.join(_loops(results[length]['exact'], 2) for length in lengths)} |")
     lines += ["", "Held-out text, nats per byte, loops 1, 2, ...", "", head[0].format("text"), head[1]]
     for name, results in metrics["text"].items():
         cells = [_loops(results[length]["ce"], 3) if length in results else "-" for length in lengths]
@@ -98,7 +97,8 @@ def recipe(config: dict[str, Any]) -> list[str]:
         mix = phase["mixture"]
         lines.append(
             f"- Until {phase['until']:.0%}: lengths {lengths}; {mix['text']:.0%} text, {mix['chains']:.0%} chains "
-            f"of at most {mix['max_hops']} hops, the rest other tasks, up to {mix['max_keys']} keys"
+            f"of at most {mix['max_hops']} hops ({mix['guided']:.0%} of them guided), the rest other tasks, "
+            f"up to {mix['max_keys']} keys"
         )
     return lines
 
@@ -113,7 +113,7 @@ def curves(path: pathlib.Path, metrics: dict[str, Any]) -> bool:
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     losses, kept, accuracy = figure.subplots(1, 3)
-    for kind in ("text", "answers", "chains"):
+    for kind in ("text", "answers", "chains", "links"):
         seen = [record for record in metrics["training"] if kind in record]
         for loop, style in ((1, ":"), (-1, "-")):
             values = [max(record[kind][loop], 1e-3) for record in seen]
@@ -143,6 +143,7 @@ def write(folder: pathlib.Path, metrics: dict[str, Any]) -> None:
         parameters=metrics["parameters"],
         layers=config["model"]["num_layers"],
         loops=config["model"]["loops"],
+        start=f"from the weights in `{config['start_from']}`" if config["start_from"] else "from nothing",
         minutes=metrics["seconds"] / 60,
         device=metrics["device"],
         context=config["model"]["max_positions"],

@@ -3,7 +3,8 @@
     loss = sum over tokens w * [ (1 - f) * sum_u p_u CE_u  +  f * sum_u s_u CE_u  -  beta * H(p) ]  /  sum over tokens w
 
 p is the exit distribution of the token, s fixed shares of the loops (every loop must give usable logits), w the weight
-of the label of the byte to predict. The formulation without the floor: Ouro, arXiv 2510.25741.
+of the label of the byte to predict. A byte of a label `tasks.BEHIND` + d has the digit d as its target, not itself: see
+`models.tasks`. The formulation without the floor: Ouro, arXiv 2510.25741.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class Objective:
         0.5,
     )  # s_u, normalised; late loops more, so that they are worth their time
     entropy: float = 0.1  # beta
-    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 8.0, 1.0)
+    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 8.0, 4.0)  # the last one for all from BEHIND on
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
 
 
@@ -37,11 +38,13 @@ class LossParts(NamedTuple):
     """What a step reports: means over its tokens."""
 
     loss: jax.Array  # f32[]
-    ce: jax.Array  # f32[3, U] nats a byte of text, answers, first bytes of chain answers; NaN where a batch has none
-    exits: jax.Array  # f32[3, U] mean exit probabilities at the same bytes
+    ce: (
+        jax.Array
+    )  # f32[4, U] nats a byte of text, answers, chain answers, digits behind links; NaN where there are none
+    exits: jax.Array  # f32[4, U] mean exit probabilities at the same bytes
 
 
-REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN)
+REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN, tasks.BEHIND)
 
 
 class DroppedBranch:
@@ -66,13 +69,16 @@ def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int
             setattr(layer, name, DroppedBranch(getattr(layer, name), mask))
 
 
-def cross_entropy(model: Ouro, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Next-byte loss of every loop for tokens i32[B, S].
+def cross_entropy(
+    model: Ouro, tokens: jax.Array, targets: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss of every loop for tokens i32[B, S] and targets i32[B, S], by default the next tokens.
 
     Returns ce f32[U, B, S], correct bool[U, B, S] (the target is the arg max) and log exit probabilities f32[U, B, S].
     Entry s is about token s + 1; the last one means nothing.
     """
-    targets = jnp.roll(tokens, -1, axis=1)
+    if targets is None:
+        targets = jnp.roll(tokens, -1, axis=1)
     out = model.forward(tokens)
     logits = model.logits(out.hidden)  # f32[U, B, S, V]
     # A masked sum: the gradient of a gather is a scatter-add, which is slow on a GPU.
@@ -91,16 +97,20 @@ def loss(model: Ouro, tokens: jax.Array, labels: jax.Array, key: jax.Array, obje
     tokens, labels = tokens.astype(jnp.int32), labels.astype(jnp.int32)
     if objective.dropout > 0:
         drop_branches(model, key, labels[:, 1] == tasks.TEXT, tokens.shape, objective.dropout)
-    ce, _, log_exits = cross_entropy(model, tokens)
-    exits = jnp.exp(log_exits)
     label = jnp.roll(labels, -1, axis=1).at[:, -1].set(tasks.UNKNOWN)
+    digit = ord("0") + label - tasks.BEHIND
+    ce, _, log_exits = cross_entropy(
+        model, tokens, jnp.where(label >= tasks.BEHIND, digit, jnp.roll(tokens, -1, axis=1))
+    )
+    exits = jnp.exp(log_exits)
+    label = jnp.minimum(label, tasks.BEHIND)
     weight = sum(value * (label == index) for index, value in enumerate(objective.label_weights))
     shares = jnp.asarray(objective.shares, jnp.float32)[:, None, None] / sum(objective.shares)
     token_loss = jnp.sum(
         ((1 - objective.floor) * exits + objective.floor * shares) * ce + objective.entropy * exits * log_exits, axis=0
     )
     total = jnp.sum(weight * token_loss) / jnp.maximum(jnp.sum(weight), 1.0)
-    kind = jnp.stack([label == reported for reported in REPORTED]).astype(jnp.float32)  # [3, B, S]
+    kind = jnp.stack([label == reported for reported in REPORTED]).astype(jnp.float32)  # [4, B, S]
     count = kind.sum(axis=(1, 2))[:, None]
     means = [jnp.einsum("ubs,kbs->ku", values, kind, precision="highest") / count for values in (ce, exits)]
     return total, LossParts(total, *map(jax.lax.stop_gradient, means))

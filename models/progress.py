@@ -12,7 +12,7 @@ import rich.progress
 
 from models.objective import LossParts
 
-KINDS = ("text", "answers", "chains")
+KINDS = ("text", "answers", "chains", "links")
 """Rows of `LossParts.ce`, in the words of the log."""
 
 

@@ -58,9 +58,8 @@ class TaskResult:
     """Accuracy of one task at one length; each tuple has one number per loop."""
 
     count: int
-    exact: tuple[float, ...]  # the whole answer
-    first: tuple[float, ...]  # its first byte
-    exits: tuple[float, ...]  # mean exit probabilities where the first byte is predicted
+    exact: tuple[float, ...]
+    exits: tuple[float, ...]  # mean exit probabilities where the answer's first byte is predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,16 +89,14 @@ def task(
     made = [
         tasks.instance(name, (seed, length, number), length, filler[number % len(filler)]) for number in range(count)
     ]
-    exact, first, exits = [], [], []
+    exact, exits = [], []
     for start in range(0, count, rows):
         part = made[start : start + rows]
         _, correct, leave = score([item.tokens() for item in part])
         for row, item in enumerate(part):
-            answer = correct[:, row, -len(item.answer) :]  # [U, bytes]
-            exact.append(answer.all(axis=1))
-            first.append(answer[:, 0])
+            exact.append(correct[:, row, -len(item.answer) :].all(axis=1))
             exits.append(leave[:, row, -len(item.answer)])
-    return TaskResult(count, *(_rounded(np.mean(values, axis=0)) for values in (exact, first, exits)))
+    return TaskResult(count, *(_rounded(np.mean(values, axis=0)) for values in (exact, exits)))
 
 
 def text(score: Scorer, data: np.ndarray, length: int, *, limit: int | None = None) -> TextResult:
@@ -172,7 +169,7 @@ def gates(result: dict[str, Any]) -> dict[str, bool]:
     for name in filter(texts.get, texts):
         kept[f"{name}: the last loop is not worse than loop 2"] = ce(name)[-1] <= ce(name)[1]
     gains = [
-        at["first"][-1] - at["first"][1]
+        at["exact"][-1] - at["exact"][1]
         for name, lengths in measured.items()
         if name.startswith("chain")
         for at in lengths.values()

@@ -7,7 +7,11 @@ Each statement and each question begins with a line end:
     passkey   The pass key is 48213. Remember it.     What is the pass key? The pass key is 48213.
     keys      Key: amos is 48213.                     Ask: amos is 48213.
     copy      String kqzhwtrv...                      String kqzhwtrv...        three letters are given
-    chain     Let k=483.   Let z=k.   Let Q=z.        Now Q=483.                two hops
+    chain     Let k=4.   Let z=k.   Let Q=z.          Now Q=4.                  two hops
+
+Following a chain from the question alone is hardly ever learnt: as long as one link fails, no link is worth anything.
+So training may ask at every link: where the full stop of `Let z=k.` is to be predicted, the digit behind k is the
+target instead. It never stands in the text, so the next link can only use what the model itself worked out.
 
 An evaluation instance is a prompt that ends in a question and the bytes of its answer.
 """
@@ -20,17 +24,19 @@ import numpy as np
 
 BOS = 256
 
-UNKNOWN, TEXT, TEMPLATE, FILLER, ANSWER, CHAIN, CHAIN_REST = range(7)
-"""Labels of a byte: random where first stated, text, a template's words, text around statements, an answer, the first
-byte of a chain's answer (the only one that needs the chain), its other bytes."""
+UNKNOWN, TEXT, TEMPLATE, FILLER, ANSWER, CHAIN, BEHIND = range(7)
+"""Labels of a byte: random where first stated, text, a template's words, text around statements, an answer, a chain's
+answer; BEHIND + d: a byte in whose place the digit d is to be predicted, the one behind the link that ends here."""
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 NAMES = LETTERS + LETTERS.upper()
-HOPS = np.array([0.10, 0.22, 0.20, 0.16, 0.12, 0.08, 0.06, 0.03, 0.03])
+HOPS = np.array([0.08, 0.17, 0.18, 0.16, 0.14, 0.10, 0.08, 0.05, 0.04])
 """How often a training chain has 0, 1, 2, ... hops."""
 
-EVALUATION_TASKS = ("passkey", "keys4", "keys8", "copy16", "chain1", "chain2", "chain4", "chain6")
+EVALUATION_TASKS = ("passkey", "keys4", "keys8", "copy16", *(f"chain{hops}" for hops in (1, 2, 3, 4, 6, 8)))
 EVALUATION_CHAINS = 4
+LINK = 18
+"""Bytes of a chain's statement and question."""
 
 
 class Piece(NamedTuple):
@@ -60,6 +66,7 @@ class Mixture:
     text: float = 0.35  # plain text, a quarter of it with one stretch repeated
     chains: float = 0.30  # variable chains first, other groups in what room is left
     dense: float = 0.5  # share of the chain sequences with hardly any text between the statements
+    guided: float = 0.5  # share of the chain sequences that ask at every link
     max_hops: int = 8
     max_keys: int = 8
     kinds: tuple[float, float, float] = (0.12, 0.65, 0.23)  # passkey, keys, copy
@@ -128,15 +135,15 @@ def copy_question(string: bytes) -> Piece:
     return piece((b"\nString ", TEMPLATE), (string[:3], UNKNOWN), (string[3:], ANSWER), (b"\n", TEMPLATE))
 
 
-def chain_statement(name: bytes, value: bytes) -> Piece:
-    """A variable set to a number or to another variable."""
-    return piece((b"\nLet ", TEMPLATE), (name, UNKNOWN), (b"=", TEMPLATE), (value, UNKNOWN), (b".", TEMPLATE))
+def chain_statement(name: bytes, source: bytes, behind: int | None = None) -> Piece:
+    """A variable set to a digit or to another variable. `behind` is the digit to predict at its end."""
+    end = TEMPLATE if behind is None else BEHIND + behind
+    return piece((b"\nLet ", TEMPLATE), (name, UNKNOWN), (b"=", TEMPLATE), (source, UNKNOWN), (b".", end))
 
 
-def chain_question(name: bytes, value: bytes) -> Piece:
-    """The number behind a variable."""
-    answer = ((value[:1], CHAIN), (value[1:], CHAIN_REST))
-    return piece((b"\nNow ", TEMPLATE), (name, UNKNOWN), (b"=", TEMPLATE), *answer, (b".", TEMPLATE))
+def chain_question(name: bytes, digit: int) -> Piece:
+    """The digit behind a variable."""
+    return piece((b"\nNow ", TEMPLATE), (name, UNKNOWN), (b"=", TEMPLATE), (b"%d" % digit, CHAIN), (b".", TEMPLATE))
 
 
 # Groups of a training sequence
@@ -180,36 +187,36 @@ def copy_group(rng: np.random.Generator, used: set[bytes]) -> Group:
     return Group([copy_statement(string)], [(1, copy_question(string))] * int(rng.integers(1, 3)))
 
 
-def chain_group(rng: np.random.Generator, names: list[bytes], value: bytes, in_order: bool) -> Group:
-    """A chain names[0] = value, names[1] = names[0], ...: the last name is asked first, then perhaps others.
+def chain_group(rng: np.random.Generator, names: list[bytes], digit: int, guided: bool) -> Group:
+    """A chain names[0] = digit, names[1] = names[0], ...: the last name is asked first, then perhaps others.
 
     A question after a shallower one would be no full chain any more, hence the order.
     """
-    sources = [value, *names]
-    statements = [chain_statement(name, source) for name, source in zip(names, sources)]
+    sources = [b"%d" % digit, *names]
+    behind = digit if guided else None
+    statements = [chain_statement(name, source, behind) for name, source in zip(names, sources)]
     asked = [index for index in reversed(range(len(names))) if index == len(names) - 1 or rng.random() < 0.5]
-    questions = [(index + 1, chain_question(names[index], value)) for index in asked]
-    if not in_order:
-        # Any statement may come last, so a question waits for the whole chain.
-        questions = [(len(names), question) for _, question in questions]
-    return Group(statements, questions, in_order)
+    return Group(statements, [(index + 1, chain_question(names[index], digit)) for index in asked], in_order=True)
 
 
-def chain_groups(rng: np.random.Generator, room: int, max_hops: int) -> list[Group]:
-    """Two to eight chains that together need at most `room` bytes; each number starts with a digit of its own."""
+def chain_groups(rng: np.random.Generator, room: int, max_hops: int, guided: bool) -> list[Group]:
+    """Two to nine chains that together need at most `room` bytes, each with a digit of its own.
+
+    In half of all cases they have the same number of hops, so that their lengths tell nothing.
+    """
     names = [bytes([name]) for name in rng.permutation(np.frombuffer(NAMES, np.uint8))]
-    firsts = rng.permutation(9) + 1
-    odds = HOPS[: max_hops + 1] / HOPS[: max_hops + 1].sum()
-    in_order = bool(rng.random() < 0.6)
+    digits = rng.permutation(10).tolist()
+    most = min(max_hops, max(room // (2 * LINK) - 1, 0))  # two chains of so many hops fit
+    odds = HOPS[: most + 1] / HOPS[: most + 1].sum()
+    hops, same = int(rng.choice(len(odds), p=odds)), rng.random() < 0.5
     groups: list[Group] = []
-    for index in range(int(rng.integers(2, 9))):
-        hops = int(rng.choice(len(odds), p=odds))
-        value = b"%d%02d" % (firsts[index], rng.integers(100))
-        group = chain_group(rng, names[: hops + 1], value, in_order)
+    for _ in range(int(rng.integers(2, 10))):
+        group = chain_group(rng, names[: hops + 1], digits[len(groups)], guided)
         if len(names) <= hops or group.size > room:
             break
         groups.append(group)
         names, room = names[hops + 1 :], room - group.size
+        hops = hops if same else int(rng.choice(len(odds), p=odds))
     return groups
 
 
@@ -276,7 +283,7 @@ def task_sequence(
     dense = chains and rng.random() < mixture.dense
     share = rng.random() * (0.1 if dense else 0.97)
     room = min(max(int((length - 1) * (1 - share)), 120), length - 1)
-    groups = chain_groups(rng, room, mixture.max_hops) if chains else []
+    groups = chain_groups(rng, room, mixture.max_hops, rng.random() < mixture.guided) if chains else []
     room -= sum(group.size for group in groups)
     names: set[bytes] = set()
     prefixes: set[bytes] = set()
@@ -325,12 +332,12 @@ def instance(task: str, seed: int | tuple[int, ...], length: int, filler: np.nda
     """One question of `task` at the end of a sequence of `length` tokens, with text of `filler` around the statements.
 
     Tasks: "passkey"; "keys{n}" (n named values); "copy{n}" (n letters, three given); "chain{n}" (n hops, with three
-    other chains of n hops; the numbers begin with different digits, so the answer's first byte tells the chain).
+    other chains of n hops that end in other digits).
     Raises ValueError for another name and for a length that the statements do not fit into.
     """
     rng = np.random.default_rng(seed)
     statements, question = _statements(rng, task)
-    answer = bytes(byte for byte, label in zip(question.text, question.labels) if label in (ANSWER, CHAIN, CHAIN_REST))
+    answer = bytes(byte for byte, label in zip(question.text, question.labels) if label in (ANSWER, CHAIN))
     prompt = question.text[: question.text.rfind(answer)]
     if len(filler) < length:
         filler = np.resize(filler, length)
@@ -358,17 +365,12 @@ def _statements(rng: np.random.Generator, task: str) -> tuple[list[Piece], Piece
         string = letters(rng, count)
         return [copy_statement(string)], copy_question(string)
     names = [bytes([name]) for name in rng.permutation(np.frombuffer(NAMES, np.uint8))]
-    firsts = rng.permutation(9) + 1
-    in_order = bool(rng.random() < 0.5)
     groups, asked = [], int(rng.integers(EVALUATION_CHAINS))
-    for index in range(EVALUATION_CHAINS):
-        chain, value = (
-            names[index * (count + 1) : (index + 1) * (count + 1)],
-            b"%d%02d" % (firsts[index], rng.integers(100)),
-        )
+    for index, digit in enumerate(rng.permutation(10)[:EVALUATION_CHAINS].tolist()):
+        chain = names[index * (count + 1) : (index + 1) * (count + 1)]
         if len(chain) <= count:
             raise ValueError(f"{task}: at most {len(NAMES) // EVALUATION_CHAINS - 1} hops")
-        groups.append(Group(chain_group(rng, chain, value, in_order).statements, [], in_order))
+        groups.append(Group(chain_group(rng, chain, digit, guided=False).statements, [], in_order=True))
         if index == asked:
-            question = chain_question(chain[-1], value)
+            question = chain_question(chain[-1], digit)
     return arrange(rng, groups, questions_last=False), question

@@ -220,10 +220,10 @@ class Run:
         seen: dict[str, Any] = {"step": self.state.step, "seconds": round(self.seconds(), 1), "fraction": fraction}
         for name, data in held_out.items():
             seen[f"{name} {long}"] = quality.text(self.scorer, data, long, limit=16).ce
-        for name, length in (("keys4", long), ("chain2", short), ("chain4", short)):
+        chains = [(f"chain{hops}", length) for hops, length in ((1, short), (2, short), (4, short), (4, long))]
+        for name, length in [("keys4", long), *chains]:
             if name in self.config.evaluation_tasks:
-                result = quality.task(self.scorer, name, length, filler, count=32)
-                seen[f"{name} {length}"] = result.first if name.startswith("chain") else result.exact
+                seen[f"{name} {length}"] = quality.task(self.scorer, name, length, filler, count=32).exact
         self.state.history.append(seen)
         self.progress.look(seen)
 

@@ -12,6 +12,11 @@ WORDS = tasks.common_words(FILLER)
 SOURCES = (FILLER, FILLER[::-1].copy())
 
 
+def links(data: bytes) -> dict[bytes, bytes]:
+    """What each variable is set to."""
+    return dict(re.findall(rb"\nLet ([a-zA-Z])=(\d|[a-zA-Z])\.", data))
+
+
 def solve(prompt: bytes) -> bytes:
     """The answer to the question that a prompt ends with, by reading its statements."""
     question = prompt[prompt.rfind(b"\n") + 1 :]
@@ -22,7 +27,7 @@ def solve(prompt: bytes) -> bytes:
     if match := re.fullmatch(rb"String (\w{3})", question):
         return re.search(rb"\nString " + match[1] + rb"(\w+)\n", prompt)[1]
     name = re.fullmatch(rb"Now (\w)=", question)[1]
-    values = dict(re.findall(rb"\nLet ([a-zA-Z])=(\d{3}|[a-zA-Z])\.", prompt))
+    values = links(prompt)
     while name in values:
         name = values[name]
     return name
@@ -40,10 +45,14 @@ def test_evaluation_answer_is_in_the_prompt(task, length):
         assert tokens[1:].astype(np.uint8).tobytes() == item.prompt + item.answer
 
 
-def test_chain_answers_begin_with_different_digits():
+def test_chains_end_in_different_digits_and_every_variable_is_set_before_use():
     prompt = tasks.instance("chain2", 3, 512, FILLER).prompt
-    firsts = re.findall(rb"\nLet \w=(\d)\d\d\.", prompt)
-    assert len(firsts) == len(set(firsts)) == tasks.EVALUATION_CHAINS
+    known: list[bytes] = []
+    for name, source in links(prompt).items():
+        assert source.isdigit() or source in known
+        known.append(name)
+    found = [source for source in links(prompt).values() if source.isdigit()]
+    assert len(found) == len(set(found)) == tasks.EVALUATION_CHAINS
 
 
 def test_instances_repeat_by_seed_and_differ_between_seeds():
@@ -89,26 +98,34 @@ def test_training_answers_are_labelled_and_right():
         data = tokens[1:].astype(np.uint8).tobytes()
         marks = labels[1:]
         for kind in (tasks.ANSWER, tasks.CHAIN):
-            member = np.isin(marks, (kind,) if kind == tasks.ANSWER else (tasks.CHAIN, tasks.CHAIN_REST))
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], member.astype(int), [0]])))
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], (marks == kind).astype(int), [0]])))
             for start, stop in edges.reshape(-1, 2):
                 assert solve(data[:start]) == data[start:stop]
                 seen.add(data[data[:start].rfind(b"\n") + 1 : start].split(b" ")[0])
-                if kind == tasks.CHAIN:
-                    assert marks[start] == tasks.CHAIN
-                    assert (marks[start + 1 : stop] == tasks.CHAIN_REST).all()
     assert seen == {b"What", b"Ask:", b"String", b"Now"}
 
 
 def test_first_statements_are_labelled_unknown():
-    (tokens, labels), *_ = sequences(1, 512, tasks.Mixture(text=0.0, chains=1.0))
+    (tokens, labels), *_ = sequences(1, 512, tasks.Mixture(text=0.0, chains=1.0, guided=0.0))
     data = tokens[1:].astype(np.uint8).tobytes()
-    found = list(re.finditer(rb"\nLet (\w)=(\w+)\.", data))
+    found = list(re.finditer(rb"\nLet (\w)=(\w)\.", data))
     assert found
     for match in found:
         marks = labels[1:][match.start() : match.end()]
-        assert (marks[[5, *range(7, len(marks) - 1)]] == tasks.UNKNOWN).all()
-        assert (marks[[0, 1, 2, 3, 4, 6, -1]] == tasks.TEMPLATE).all()
+        assert (marks[[5, 7]] == tasks.UNKNOWN).all()
+        assert (marks[[0, 1, 2, 3, 4, 6, 8]] == tasks.TEMPLATE).all()
+
+
+def test_guided_links_are_labelled_with_the_digit_behind_them():
+    behind = set()
+    for tokens, labels in sequences(20, 512, tasks.Mixture(text=0.0, chains=1.0, guided=1.0)):
+        data = tokens[1:].astype(np.uint8).tobytes()
+        for match in re.finditer(rb"\nLet (\w)=\w\.", data):
+            label = labels[1:][match.end() - 1]
+            assert b"%d" % (label - tasks.BEHIND) == solve(data[: match.end()] + b"\nNow " + match[1] + b"=")
+            behind.add(int(label) - tasks.BEHIND)
+        assert (labels >= tasks.BEHIND).sum() == len(links(data))
+    assert behind == set(range(10))
 
 
 def test_mixture_shares():
@@ -122,7 +139,7 @@ def test_mixture_shares():
 
 def test_hops_are_limited():
     for tokens, _ in sequences(30, 256, tasks.Mixture(text=0.0, chains=1.0, max_hops=2)):
-        values = dict(re.findall(rb"\nLet ([a-zA-Z])=(\d{3}|[a-zA-Z])\.", tokens[1:].astype(np.uint8).tobytes()))
+        values = links(tokens[1:].astype(np.uint8).tobytes())
         for name in values:
             hops = -1
             while name in values:

@@ -57,7 +57,8 @@ def model_and_batch():
     model = Ouro(SMALL, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 256, (2, 16)), jnp.int16)
-    labels = jnp.asarray(rng.integers(1, 7, (2, 16)), jnp.uint8).at[:, 1].set(tasks.FILLER)
+    labels = rng.permutation(np.arange(32) % (tasks.BEHIND + 10)).reshape(2, 16)  # every label twice
+    labels = jnp.asarray(labels, jnp.uint8).at[:, 1].set(tasks.FILLER)
     return model, tokens, labels
 
 
@@ -74,19 +75,21 @@ def test_objective_equals_the_written_equation():
     weighted = weights = 0.0
     for b in range(2):
         for s in range(15):
-            ce = -log_p[:, b, s, tokens[b, s + 1]]
+            label = labels[b, s + 1]
+            target = tokens[b, s + 1] if label < tasks.BEHIND else ord(str(label - tasks.BEHIND))
+            ce = -log_p[:, b, s, target]
             p = np.array([leave[b, s], 1 - leave[b, s]])
             loss = 0.8 * (p @ ce) + 0.2 * (0.25 * ce[0] + 0.75 * ce[1]) + 0.1 * (p @ np.log(p))
-            weight = goal.label_weights[labels[b, s + 1]]
+            weight = goal.label_weights[min(label, tasks.BEHIND)]
             weighted, weights = weighted + weight * loss, weights + weight
     np.testing.assert_allclose(total, weighted / weights, rtol=1e-5)
-    assert parts.ce.shape == parts.exits.shape == (3, 2)
+    assert parts.ce.shape == parts.exits.shape == (4, 2)
     np.testing.assert_allclose(parts.exits.sum(axis=1), 1.0, rtol=1e-5)
 
 
 def test_label_weights_are_as_documented():
     weights = objective.Objective().label_weights
-    assert len(weights) == 7
+    assert len(weights) == tasks.BEHIND + 1
     assert weights[tasks.UNKNOWN] == 0
     assert weights[tasks.TEXT] == 1
     assert weights[tasks.ANSWER] == 4

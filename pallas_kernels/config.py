@@ -106,8 +106,8 @@ def choose_splits(programs: int, blocks: int, exact: bool) -> int:
     """How many programs share the keys of one row, of which there are `blocks` blocks.
 
     One wave of programs that fills the chip, or so many that an uneven last wave does not matter: between the two, half
-    of the chip waits (H200, 512 programs of equal length: 2,372 us; cut into 2,048: 2,029 us). At least two blocks each,
-    or the merge costs more than it gives. `exact`: a fixed number, whatever else is in the batch.
+    of the chip waits (H200, 512 programs of equal length: 2,372 us; cut into 2,048: 2,029 us). At least two blocks
+    each, or the merge costs more than it gives. `exact`: a fixed number, whatever else is in the batch.
     """
     if exact:
         wanted = 16

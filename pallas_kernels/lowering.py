@@ -67,6 +67,13 @@ def call(
     )
 
 
+def result(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result: inside a checked `shard_map` it varies over each mesh axis that an operand varies over."""
+    types = [jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(operands)]
+    varying = frozenset().union(*(t.varying for t in types))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+
+
 def for_platform(operands: Sequence[Any], *, gpu: Callable[..., Any], other: Callable[..., Any]) -> Any:
     """Calls `gpu` or `other` by the platform that the computation is lowered for, not by the devices of this host."""
     return lax.platform_dependent(*operands, default=other, **{GPU_PLATFORM: gpu})
@@ -74,24 +81,22 @@ def for_platform(operands: Sequence[Any], *, gpu: Callable[..., Any], other: Cal
 
 _unavailable_p = _core.Primitive("sparse_jax_unavailable")
 _unavailable_p.multiple_results = True
-_unavailable_p.def_impl(lambda *, message, shapes: _raise(message))
-_unavailable_p.def_abstract_eval(
-    lambda *, message, shapes: [jax.core.ShapedArray(shape, dtype) for shape, dtype in shapes]
-)
+_unavailable_p.def_impl(lambda *, message, avals: _raise(message))
+_unavailable_p.def_abstract_eval(lambda *, message, avals: list(avals))
 
 
 def _raise(message: str) -> Any:
     raise ValueError(message)
 
 
-_mlir.register_lowering(_unavailable_p, lambda ctx, *, message, shapes: _raise(message))
+_mlir.register_lowering(_unavailable_p, lambda ctx, *, message, avals: _raise(message))
 
 
-def unavailable(message: str, like: Any) -> Any:
-    """A computation shaped like the pytree `like`; may be traced, raises ValueError(message) when it is lowered."""
-    leaves, tree = jax.tree.flatten(like)
-    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return jax.tree.unflatten(tree, _unavailable_p.bind(message=message, shapes=shapes))
+def unavailable(message: str, like: Callable[..., Any], *operands: Any) -> Any:
+    """What `like(*operands)` returns, for tracing only: raises ValueError(message) when it is lowered."""
+    jaxpr, results = jax.make_jaxpr(like, return_shape=True)(*operands)
+    leaves = _unavailable_p.bind(message=message, avals=tuple(jaxpr.out_avals))
+    return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any, gpu: str = "NVIDIA H200") -> Any:

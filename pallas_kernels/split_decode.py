@@ -310,11 +310,11 @@ def launch_splits(
 
     parts = (launch.splits, shape.groups, shape.kv_heads, shape.rows)
     out_shape = [
-        jax.ShapeDtypeStruct((*parts, shape.value_width), jnp.float32 if launch.splits > 1 else out_dtype),
-        jax.ShapeDtypeStruct(parts, jnp.float32),
+        lowering.result((*parts, shape.value_width), jnp.float32 if launch.splits > 1 else out_dtype, operands),
+        lowering.result(parts, jnp.float32, operands),
     ]
     if scores_width is not None:
-        out_shape.append(jax.ShapeDtypeStruct((*parts[1:], scores_width), jnp.float32))
+        out_shape.append(lowering.result((*parts[1:], scores_width), jnp.float32, operands))
     out, lse, *scores = lowering.call(
         kernel,
         name=name,

@@ -166,7 +166,7 @@ class Call:
     def run(self, operation: Operation, ids: tuple[jax.Array | None, ...], options: Options) -> AttentionOutput:
         """Runs the operation; `ids` are its integer operands, in the order of its functions."""
         operands = (self.q, self.k_pages, self.v_pages, *ids, self.k_scale, self.v_scale)
-        result = _compute(operation, options, operands, self.sinks, self.out_scale)
+        result = _compute(operation, options, operands, (self.sinks, self.out_scale))
         return jax.tree.map(lambda x: x[:, 0], result) if self.single else result
 
 
@@ -182,13 +182,8 @@ def _optional(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None
 
 def _cache_scale(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """None, f32[1] or f32[N, Hkv, P]."""
-    return (
-        None
-        if value is None
-        else _optional(name, value, ()).reshape(1)
-        if jnp.ndim(value) == 0
-        else _optional(name, value, shape)
-    )
+    array = _optional(name, value, () if jnp.ndim(value) == 0 else shape) if value is not None else None
+    return array if array is None or array.ndim else array.reshape(1)
 
 
 def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
@@ -206,13 +201,9 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("operation", "options"))
 def _compute(
-    operation: Operation,
-    options: Options,
-    operands: tuple[Any, ...],
-    sinks: jax.Array | None,
-    out_scale: jax.Array | None,
+    operation: Operation, options: Options, operands: tuple[Any, ...], extras: tuple[jax.Array | None, jax.Array | None]
 ) -> AttentionOutput:
-    """Runs one implementation on checked operands (q, k_pages, v_pages, ids..., k_scale, v_scale)."""
+    """Runs one implementation on (q, k_pages, v_pages, ids..., k_scale, v_scale); extras are (sinks, out_scale)."""
     _, k_pages, v_pages, *ids, _, _ = operands
     operation.check(k_pages, *ids)
     common = {
@@ -220,13 +211,14 @@ def _compute(
         "soft_cap": options.soft_cap,
         **({"window": options.window} if operation.has_window else {}),
     }
-    plain = sinks is None and out_scale is None and jnp.dtype(options.out_dtype).itemsize > 1
+    plain = all(extra is None for extra in extras) and jnp.dtype(options.out_dtype).itemsize > 1
 
-    def meaning(*args: Any) -> AttentionOutput:
+    # Everything that is differentiated is an argument, none is captured.
+    def meaning(args: Any, extras: Any) -> AttentionOutput:
         out, lse, scores = operation.meaning(*args, **common)
-        return _finish(out[None], lse[None], scores, sinks, out_scale, options)
+        return _finish(out[None], lse[None], scores, *extras, options)
 
-    def kernel(*args: Any, interpret: bool) -> AttentionOutput:
+    def kernel(args: Any, extras: Any, *, interpret: bool) -> AttentionOutput:
         # With nothing left to do after the merge, a single split writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
         outs, lses, scores = operation.kernel(
@@ -237,10 +229,10 @@ def _compute(
             config=options.config,
             interpret=interpret,
         )
-        return _finish(outs, lses, scores, sinks, out_scale, options)
+        return _finish(outs, lses, scores, *extras, options)
 
     return dispatch.run(
-        options.implementation, operands, xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
+        options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
     )
 
 

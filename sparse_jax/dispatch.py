@@ -55,8 +55,7 @@ def run(
     def forward(*args: Any) -> Any:
         if implementation == "interpret":
             return kernel(*args, interpret=True)
-        like = jax.eval_shape(xla, *args)
-        return lowering.for_platform(args, gpu=on_gpu, other=lambda *_: lowering.unavailable(NO_GPU, like))
+        return lowering.for_platform(args, gpu=on_gpu, other=lambda *args: lowering.unavailable(NO_GPU, xla, *args))
 
     def refuse(primals: Any, tangents: Any) -> Any:
         raise TypeError(NOT_DIFFERENTIABLE.format(implementation))

@@ -156,7 +156,7 @@ def retained_count(length: Any, retention: float) -> Any:
     require(not isinstance(length, jax.core.Tracer), "length must be known on the host, got a traced value")
     lengths = np.asarray(length)
     require(
-        np.issubdtype(lengths.dtype, np.integer) and (lengths >= 0).all(),
+        np.issubdtype(lengths.dtype, np.integer) and bool((lengths >= 0).all()),
         f"length must be integers of at least 0, got {length!r}",
     )
     require(retention >= 0, f"retention must be at least 0, got {retention}")

@@ -1,5 +1,8 @@
 """The heuristics: a pure function of shapes, within what the hardware has."""
 
+import dataclasses
+import itertools
+
 import jax.numpy as jnp
 import pytest
 
@@ -11,18 +14,16 @@ SHAPES = {"groups": 8, "rows": 4, "tokens": 4096, "key_width": 128, "value_width
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (80, 96), (256, 256), (576, 512)])
-@pytest.mark.parametrize("groups", [1, 8, 64, 512, 65537])
-@pytest.mark.parametrize("tokens", [16, 2048, 131072])
-@pytest.mark.parametrize("rows", [1, 4, 48, 2048])
-def test_launch_fits_the_hardware(dtype, widths, groups, tokens, rows):
-    launch = resolve(
-        None, groups=groups, rows=rows, tokens=tokens, key_width=widths[0], value_width=widths[1], dtype=dtype
-    )
-    stage = launch.block_tokens * sum(widths) * max(jnp.dtype(dtype).itemsize, 2)
-    assert stage * launch.num_stages <= SHARED_MEMORY
-    assert launch.block_tokens >= 16
-    assert launch.block_rows * widths[1] <= 64 * 128 or launch.block_rows == 16
-    assert 1 <= launch.splits <= max(1, tokens // launch.block_tokens // 2)
+def test_launch_fits_the_hardware(dtype, widths):
+    key_width, value_width = widths
+    for groups, tokens, rows in itertools.product((1, 8, 64, 512, 65537), (16, 2048, 131072), (1, 4, 48, 2048)):
+        shapes = {"groups": groups, "rows": rows, "tokens": tokens, "key_width": key_width, "value_width": value_width}
+        launch = resolve(None, **shapes, dtype=dtype)
+        stage = launch.block_tokens * sum(widths) * max(jnp.dtype(dtype).itemsize, 2)
+        assert stage * launch.num_stages <= SHARED_MEMORY
+        assert launch.block_tokens >= 16
+        assert launch.block_rows * value_width <= 64 * 128 or launch.block_rows == 16
+        assert 1 <= launch.splits <= max(1, tokens // launch.block_tokens // 2)
 
 
 @pytest.mark.parametrize(
@@ -34,22 +35,10 @@ def test_splits_fill_the_chip(programs, blocks, splits):
 
 
 def test_contract_12_exact_splits_do_not_depend_on_the_batch():
-    launches = {
-        resolve(
-            Config(exact=True), groups=groups, rows=4, tokens=4096, key_width=128, value_width=128, dtype=jnp.bfloat16
-        )
-        for groups in (1, 8, 512, 70000)
-    }
+    launches = {resolve(Config(exact=True), **{**SHAPES, "groups": groups}) for groups in (1, 8, 512, 70000)}
     assert len(launches) == 1
 
 
 def test_given_fields_are_kept():
     given = Config(block_tokens=32, block_rows=16, num_warps=8, num_stages=2, splits=7)
-    launch = resolve(given, **SHAPES)
-    assert (launch.block_tokens, launch.block_rows, launch.num_warps, launch.num_stages, launch.splits) == (
-        32,
-        16,
-        8,
-        2,
-        7,
-    )
+    assert dataclasses.asdict(resolve(given, **SHAPES)) == dataclasses.asdict(given)

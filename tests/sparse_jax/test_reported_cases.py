@@ -1,6 +1,7 @@
 """Small inputs that other systems got wrong, one test each, named after the report list's rows.
 
-D = 1 and q = 1 where scores are given, so that a key is its own score. Rows on the models, selectors and paged state are tested with those.
+D = 1 and q = 1 where scores are given, so that a key is its own score. Rows on models, selectors and paged state
+are tested with those.
 """
 
 import dataclasses
@@ -250,8 +251,8 @@ def test_case_EVICT_2_true_positions(implementation):
     """Kept positions [0, 2, 5] and the two new tokens: row 0 does not see token 7."""
     positions = jnp.asarray([0, 2, 5, 6, 7, 0, 0, 0], jnp.int32).reshape(1, 1, 8)
     got = attend(
-        [0.0] * 8, range(8), 5, page_size=8, implementation=implementation, q=jnp.ones((1, 2, 1, 1)), q_positions=ids([6, 7]),
-        key_positions=positions,
+        [0.0] * 8, range(8), 5, page_size=8, implementation=implementation, q=jnp.ones((1, 2, 1, 1)),
+        q_positions=ids([6, 7]), key_positions=positions,
     )  # fmt: skip
     np.testing.assert_allclose(np.exp(got.lse.ravel()), [4, 5], rtol=1e-5)
 
@@ -326,7 +327,7 @@ def test_case_HOST_1_numpy_table_changed_after_the_call():
 def test_case_BOUNDS_1_wild_page(implementation):
     args = [one(), pool([0.0] * 6, 2), pool([10.0, 10, 1, 3, 20, 20], 2), ids([1, 99]), ids(4)]
     expect(paged_attention(*args, implementation=implementation), 2.0, LN2)
-    with pytest.raises(Exception, match="page_table.*99"):
+    with pytest.raises(Exception, match=r"page_table.*99"):
         sparse_jax.checked(lambda *a: paged_attention(*a, implementation=implementation))(*args)
 
 

@@ -82,7 +82,7 @@ def _op_rows(op: Op, case: AttentionCase, q: jax.Array, pools: Pools, plan: Plan
         def step(q: jax.Array, pools: Pools, lists: Lists) -> jax.Array:
             return op.call(q, pools, lists, implementation=implementation, config=config).out
 
-        return measure(step, q, pools, sets, effort)
+        return measure(step, q, pools, sets, effort, hold=implementation == "xla")
 
     def plain() -> tuple[Timing, dict[str, Any]]:
         _check_memory(case, op)

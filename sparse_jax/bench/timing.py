@@ -54,21 +54,30 @@ def sets_to_rotate(bytes_per_call: int) -> int:
     return min(MOST_SETS, max(1, -(-2 * L2_BYTES // bytes_per_call)))
 
 
-def _chain(step: Step, calls: int, carry: jax.Array, fixed: Any, sets: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+def _chain(
+    step: Step, calls: int, hold: bool, carry: jax.Array, fixed: Any, sets: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
     """Each call's output is the next one's query: no call can be dropped, merged with another, or run beside it."""
     first = carry
     for call in range(calls):
-        # Without the barrier XLA would gather once for all calls that share an input set.
-        carry, inputs = lax.optimization_barrier((carry, sets[call % len(sets)]))
+        inputs = sets[call % len(sets)]
+        if hold:
+            carry, inputs = lax.optimization_barrier((carry, inputs))
         carry = step(carry, fixed, inputs)
         first = carry if call == 0 else first
     return carry, first
 
 
-def measure(step: Step, carry: jax.Array, fixed: Any, sets: Sequence[Any], effort: Effort = DEFAULT_EFFORT) -> Timing:
-    """Times `step`. The first run compiles and is not counted."""
+def measure(
+    step: Step, carry: jax.Array, fixed: Any, sets: Sequence[Any], effort: Effort = DEFAULT_EFFORT, hold: bool = False
+) -> Timing:
+    """Times `step`. The first run compiles and is not counted.
+
+    hold: keep XLA from doing work on an input set once for all calls that share it, such as a gather. A kernel that
+    takes the query needs no such barrier, which costs a copy of the inputs.
+    """
     calls = -(-effort.calls // len(sets)) * len(sets)
-    run = jax.jit(functools.partial(_chain, step, calls))
+    run = jax.jit(functools.partial(_chain, step, calls, hold))
     _, first = jax.block_until_ready(run(carry, fixed, sets))
     once = _seconds(lambda: run(carry, fixed, sets), queued=1)
     # Waiting costs about 0.4 ms each time, so many jits are in flight before one wait; long ones need no company.
@@ -110,7 +119,7 @@ def _kernel_microseconds(run: Callable[[], Any], calls: int, wall: float, runs: 
 def copy_bandwidth(nbytes: int | None = None, repeats: int = 5) -> float:
     """Bytes read plus bytes written per second by the faster of a plain copy and an elementwise kernel."""
     on_gpu = jax.default_backend() == "gpu"
-    count = (nbytes or (2**30 if on_gpu else 2**26)) // 4
+    count = (nbytes or (2**32 if on_gpu else 2**26)) // 4
     data = jax.random.bits(jax.random.key(0), (count,), jnp.uint32)
     best = 0.0
     for copy in (jax.jit(jnp.copy), jax.jit(lambda x: x ^ jnp.uint32(1))):

@@ -81,7 +81,7 @@ def test_chain_feeds_each_output_to_the_next_call_and_rotates():
         return carry * fixed + inputs
 
     sets = [jnp.float32(1), jnp.float32(10)]
-    carry, first = timing._chain(step, 3, jnp.float32(2), jnp.float32(3), sets)
+    carry, first = timing._chain(step, 3, True, jnp.float32(2), jnp.float32(3), sets)
     assert float(first) == 7
     assert float(carry) == (7 * 3 + 10) * 3 + 1
 
@@ -249,7 +249,7 @@ def test_everything_timed_on_a_gpu_lowers_for_one(name, monkeypatch):
     lowered = []
 
     def lower(step, carry, fixed, sets, effort):
-        chain = functools.partial(timing._chain, step, 2)
+        chain = functools.partial(timing._chain, step, 2, True)
         lowered.append(lower_for_cuda(chain, carry, fixed, sets).as_text())
         return timing.Timing(1, 1, 1, None, jnp.ones(2))
 

@@ -248,8 +248,8 @@ def test_everything_timed_on_a_gpu_lowers_for_one(name, monkeypatch):
     case = next(case for case in cases.ATTENTION if case.name == name)
     lowered = []
 
-    def lower(step, carry, fixed, sets, effort):
-        chain = functools.partial(timing._chain, step, 2, True)
+    def lower(step, carry, fixed, sets, effort, hold=False):
+        chain = functools.partial(timing._chain, step, 2, hold)
         lowered.append(lower_for_cuda(chain, carry, fixed, sets).as_text())
         return timing.Timing(1, 1, 1, None, jnp.ones(2))
 

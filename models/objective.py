@@ -30,7 +30,7 @@ class Objective:
         0.5,
     )  # s_u, normalised; late loops more, so that they are worth their time
     entropy: float = 0.1  # beta
-    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 8.0, 4.0)  # the last one for all from BEHIND on
+    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 12.0, 6.0)  # the last one for all from BEHIND on
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
 
 

@@ -97,14 +97,14 @@ class TrainConfig:
         return fields
 
 
-def curriculum(*, text: float = 0.30, chains: float = 0.35, first: float = 0.55) -> tuple[Phase, ...]:
+def curriculum(*, text: float = 0.30, chains: float = 0.40, first: float = 0.55) -> tuple[Phase, ...]:
     """Dense short sequences first, then every length up to 4,096; short ones stay in: chains are densest there.
 
     text and chains are shares of the sequences in the long phase, `first` is the share of chains at the beginning.
     Links are guided until chains are learnt, then partly, so that a plain statement stays a likely text.
     """
     begin = Mixture(text=0.6 * (1 - first), chains=first, dense=1.0, guided=1.0, max_hops=2, max_keys=4)
-    more = Mixture(text=text - 0.05, chains=min(chains + 0.15, 0.65), dense=0.8, guided=1.0)
+    more = Mixture(text=text - 0.05, chains=min(chains + 0.10, 0.65), dense=0.8, guided=1.0)
     late = Mixture(text=text + 0.05, chains=chains - 0.05)
     return (
         Phase(0.12, ((256, 1.0),), begin),

@@ -7,11 +7,12 @@ Each statement and each question begins with a line end:
     passkey   The pass key is 48213. Remember it.     What is the pass key? The pass key is 48213.
     keys      Key: amos is 48213.                     Ask: amos is 48213.
     copy      String kqzhwtrv...                      String kqzhwtrv...        three letters are given
-    chain     Let k=4.   Let z=k.   Let Q=z.          Now Q=4.                  two hops
+    chain     Let k=4.   Let z=k.   Let Q=z.          Now Q4.                   two hops
 
 Following a chain from the question alone is hardly ever learnt: as long as one link fails, no link is worth anything.
 So training may ask at every link: where the full stop of `Let z=k.` is to be predicted, the digit behind k is the
-target instead. It never stands in the text, so the next link can only use what the model itself worked out.
+target instead. It never stands in the text, so the next link can only use what the model itself worked out. A question
+has the digit right after the name for the same reason: it then needs nothing but what the end of a link needs.
 
 An evaluation instance is a prompt that ends in a question and the bytes of its answer.
 """
@@ -35,7 +36,7 @@ HOPS = np.array([0.08, 0.17, 0.18, 0.16, 0.14, 0.10, 0.08, 0.05, 0.04])
 
 EVALUATION_TASKS = ("passkey", "keys4", "keys8", "copy16", *(f"chain{hops}" for hops in (1, 2, 3, 4, 6, 8)))
 EVALUATION_CHAINS = 4
-LINK = 18
+LINK = 17
 """Bytes of a chain's statement and question."""
 
 
@@ -143,7 +144,7 @@ def chain_statement(name: bytes, source: bytes, behind: int | None = None) -> Pi
 
 def chain_question(name: bytes, digit: int) -> Piece:
     """The digit behind a variable."""
-    return piece((b"\nNow ", TEMPLATE), (name, UNKNOWN), (b"=", TEMPLATE), (b"%d" % digit, CHAIN), (b".", TEMPLATE))
+    return piece((b"\nNow ", TEMPLATE), (name, UNKNOWN), (b"%d" % digit, CHAIN), (b".", TEMPLATE))
 
 
 # Groups of a training sequence
@@ -200,7 +201,7 @@ def chain_group(rng: np.random.Generator, names: list[bytes], digit: int, guided
 
 
 def chain_groups(rng: np.random.Generator, room: int, max_hops: int, guided: bool) -> list[Group]:
-    """Two to nine chains that together need at most `room` bytes, each with a digit of its own.
+    """Two to ten chains that together need at most `room` bytes, each with a digit of its own.
 
     In half of all cases they have the same number of hops, so that their lengths tell nothing.
     """
@@ -210,7 +211,7 @@ def chain_groups(rng: np.random.Generator, room: int, max_hops: int, guided: boo
     odds = HOPS[: most + 1] / HOPS[: most + 1].sum()
     hops, same = int(rng.choice(len(odds), p=odds)), rng.random() < 0.5
     groups: list[Group] = []
-    for _ in range(int(rng.integers(2, 10))):
+    for _ in range(int(rng.integers(2, 11))):
         group = chain_group(rng, names[: hops + 1], digits[len(groups)], guided)
         if len(names) <= hops or group.size > room:
             break

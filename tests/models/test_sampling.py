@@ -8,6 +8,9 @@ from models.sampling import GREEDY, Sampling, filtered, request_keys, sample
 LOGITS = jnp.log(jnp.array([[0.05, 0.5, 0.15, 0.3]]))
 
 
+jit_sample = jax.jit(sample, static_argnames="sampling")
+
+
 def draws(logits, sampling, count=2000):
     keys = request_keys(0, 1)
     step = jax.jit(jax.vmap(lambda n: sample(logits, keys, n[None], sampling)[0]))
@@ -47,9 +50,9 @@ def test_top_p_is_measured_after_top_k():
 def test_a_draw_does_not_depend_on_its_neighbours(sampling):
     logits = jax.random.normal(jax.random.key(5), (6, 50))
     generated = jnp.arange(6, dtype=jnp.int32)
-    together = sample(logits, request_keys([7, 8, 9, 7, 8, 9], 6), generated, sampling)
+    together = jit_sample(logits, request_keys([7, 8, 9, 7, 8, 9], 6), generated, sampling)
     for b, seed in enumerate([7, 8, 9, 7, 8, 9]):
-        alone = sample(logits[b : b + 1], request_keys(seed, 1), generated[b : b + 1], sampling)
+        alone = jit_sample(logits[b : b + 1], request_keys(seed, 1), generated[b : b + 1], sampling)
         assert int(alone[0]) == int(together[b])
 
 

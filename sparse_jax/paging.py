@@ -8,8 +8,11 @@
 
 One page table serves all planes: page `p` of plane `u` is page `u * N + p` of the flattened pool (`flat`). Every page a
 table names carries the incarnation it was leased at; an entry that is no longer live is absent for reads and ignored by
-writes and releases, and it is counted in the result. A state is a `lax.scan` carry, and its buffers may be donated:
-keep the returned state then, the old one is gone.
+writes and releases, and it is counted in the result.
+
+A state is a `lax.scan` carry, and its buffers may be donated: keep the returned state then, the old one is gone.
+Outside `jax.jit` NumPy arguments are copied. Hand `jnp.array(x)` to a jitted step of your own: it returns before it is
+done, and may read `x` later.
 """
 
 import dataclasses
@@ -209,8 +212,8 @@ def append(state: PagedState, k: jax.Array, v: jax.Array, counts: jax.Array) -> 
 def view(state: PagedState, plane: jax.Array) -> PageView:
     """Page table of one plane (i32[], may be traced) for the attention operations, with everything stale -1."""
     kv, table = state.kv, state.table
-    alive = slot_pool.live(state.pool, table.pages, table.incarnations)
     plane, inside = _plane(state, plane)
+    alive = slot_pool.live(state.pool, table.pages, table.incarnations)
     pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
     return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive))
 

@@ -1,6 +1,8 @@
 """What every test run needs: few threads, 32-bit mode, no compilation cache, and a reason where a GPU is missing."""
 
+import collections
 import os
+from typing import Any
 
 # Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
@@ -22,3 +24,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip = pytest.mark.skip(reason=f"needs a GPU; JAX runs on {jax.default_backend()} here")
     for item in needs_gpu:
         item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line for each reason why tests were skipped, instead of one for each place."""
+    reasons = collections.Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

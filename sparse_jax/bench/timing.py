@@ -86,7 +86,7 @@ def measure(
     samples = [_seconds(lambda: run(carry, fixed, sets), queued) / (queued * calls) * 1e6 for _ in range(repeats)]
     median = float(np.median(samples))
     kernels = None
-    if jax.default_backend() == "gpu" and median < 50:
+    if jax.default_backend() == "gpu" and median < 200:  # what the host costs shows beside calls this short
         kernels = _kernel_microseconds(lambda: run(carry, fixed, sets), calls, wall=median)
     return Timing(median, min(samples), max(samples), kernels, first)
 

@@ -15,19 +15,17 @@ from jax import lax
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
-from pallas_kernels.paged_decode import of_head, row_positions, true_positions
-from pallas_kernels.split_decode import (
-    Keys,
+from pallas_kernels.decode_call import (
     Shape,
-    attend,
     decode_shape,
     from_tiles,
     launch_splits,
     split_range,
     this_program,
     to_tiles,
-    visibility,
 )
+from pallas_kernels.online_softmax import Keys, attend, visibility
+from pallas_kernels.paged_decode import of_head, row_positions, true_positions
 
 
 def page_sparse_decode_kernel(

@@ -15,10 +15,8 @@ from jax import lax
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
-from pallas_kernels.split_decode import (
-    Keys,
+from pallas_kernels.decode_call import (
     Shape,
-    attend,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -26,6 +24,7 @@ from pallas_kernels.split_decode import (
     this_program,
     to_tiles,
 )
+from pallas_kernels.online_softmax import Keys, attend
 
 INT32_MAX = 2**31 - 1
 

@@ -97,22 +97,22 @@ def generate(
         exit_threshold=exit_threshold,
         exit_step=exit_step,
     )
-    prompts = [[int(token) for token in prompt] for prompt in prompts]
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else [int(limit) for limit in max_tokens]
-    _check(prompts, limits, chunk, config.vocab_size, config.max_positions)
+    ids = [[int(token) for token in prompt] for prompt in prompts]
+    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else [int(limit) for limit in max_tokens]
+    _check(ids, limits, chunk, config.vocab_size, config.max_positions)
     # The last token of a request is sampled, but never written.
-    needed = [-(-(len(prompt) + limit - 1) // page_size) for prompt, limit in zip(prompts, limits)]
+    needed = [-(-(len(prompt) + limit - 1) // page_size) for prompt, limit in zip(ids, limits)]
     paged = paging.create(
         planes=config.planes,
         pages=_rounded_up(sum(needed)) if pages is None else pages,
         page_size=page_size,
         kv_heads=config.num_kv_heads,
         key_width=config.head_dim,
-        requests=len(prompts),
+        requests=len(ids),
         pages_per_request=_rounded_up(max(needed)),
         dtype=cache_dtype or model.dtype,
     )
-    requests = len(prompts)
+    requests = len(ids)
     state = DecodeState(
         paged=paged,
         selector=options.selector.init(paged.kv),
@@ -123,7 +123,7 @@ def generate(
         done=jnp.zeros(requests, bool),
         keys=request_keys(seed, requests),
     )
-    return Generation(model, prompts, state, options, chunk)
+    return Generation(model, ids, state, options, chunk)
 
 
 def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: int, positions: int) -> None:

@@ -14,6 +14,7 @@ from models.checkpoints import CheckpointError
 from models.ouro import Ouro, OuroConfig
 from tests.models import numpy_ouro
 
+forward = nnx.jit(lambda model, tokens: model.forward(tokens))
 CONFIG = OuroConfig.test(rope_theta=1e4, exit_threshold=0.9, bos_id=0, stop_ids=(0, 2))
 
 
@@ -79,7 +80,7 @@ def test_parity_with_numpy_in_every_loop(tmp_path, tensors, sharded):
     config, model = checkpoints.load(folder, dtype=jnp.float32)
     assert config == CONFIG
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 17)
-    output = model.forward(jnp.asarray(tokens)[None])
+    output = forward(model, jnp.asarray(tokens)[None])
     hidden, gates, logits = numpy_ouro.forward(tensors, config, tokens)
     assert hidden.shape == (4, 17, 32)
     np.testing.assert_allclose(output.hidden[:, 0], hidden, atol=1e-4, rtol=0)
@@ -90,7 +91,7 @@ def test_parity_with_numpy_in_every_loop(tmp_path, tensors, sharded):
 def test_mutation_parity_sees_a_change_of_any_tensor(tmp_path, tensors):
     config, model = checkpoints.load(write(tmp_path / "c", tensors), dtype=jnp.float32)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 5)
-    output = model.forward(jnp.asarray(tokens)[None])
+    output = forward(model, jnp.asarray(tokens)[None])
     logits = np.asarray(model.logits(output.hidden)[:, 0])
     for name in tensors:
         changed = tensors | {name: np.flip(tensors[name], 0) * 1.05}
@@ -114,7 +115,7 @@ def test_every_float_dtype_loads(tmp_path, stored, dtype):
 def test_bf16_activations_over_float32_parameters(tmp_path, tensors):
     _, model = checkpoints.load(write(tmp_path / "c", tensors), dtype=jnp.bfloat16, param_dtype=jnp.float32)
     assert model.lm_head[...].dtype == jnp.float32
-    assert model.forward(jnp.zeros((1, 2), jnp.int32)).hidden.dtype == jnp.bfloat16
+    assert forward(model, jnp.zeros((1, 2), jnp.int32)).hidden.dtype == jnp.bfloat16
 
 
 def test_rotary_inverse_frequencies_are_skipped(tmp_path, tensors):
@@ -306,6 +307,15 @@ def test_loaded_model_keeps_its_options(tmp_path):
     checkpoints.save(tmp_path / "c", Ouro(CONFIG, rngs=nnx.Rngs(3)))
     _, model = checkpoints.load(tmp_path / "c", attention="xla", embedding="one_hot")
     assert (model.attention, model.embedding) == ("xla", "one_hot")
+
+
+def test_shipped_model_is_found_by_name_and_small():
+    folder = checkpoints.resolve("ouro-tiny")
+    config, model = checkpoints.load("ouro-tiny", dtype=jnp.float32)
+    assert (config.vocab_size, config.loops, config.max_positions, config.stop_ids) == (264, 4, 4096, (257,))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 64)
+    assert (folder / "model.safetensors").stat().st_size <= 12 * 2**20
+    assert np.isfinite(forward(model, jnp.arange(256, 264)[None]).hidden).all()
 
 
 def test_names_that_are_no_model(tmp_path):

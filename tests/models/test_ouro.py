@@ -15,6 +15,9 @@ def parameters(config: OuroConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
 
 
+forward = nnx.jit(lambda model, tokens: model.forward(tokens))
+
+
 @pytest.fixture(scope="module")
 def model() -> Ouro:
     return Ouro(OuroConfig.test(), rngs=nnx.Rngs(0))
@@ -79,7 +82,7 @@ def test_tiny_starts_as_its_recipe_says():
 def test_dtypes_bf16_stream_float32_parameters_gate_and_logits():
     model = Ouro(OuroConfig.test(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
-    output = model.forward(jnp.arange(6)[None])
+    output = forward(model, jnp.arange(6)[None])
     assert output.hidden.shape == (4, 1, 6, 32)
     assert output.hidden.dtype == jnp.bfloat16
     assert output.gate_logits.shape == (4, 1, 6)
@@ -97,8 +100,8 @@ def test_one_hot_embedding_is_the_gather(model):
 
 def test_forward_is_causal_and_padding_changes_nothing_before_it(model):
     tokens = jax.random.randint(jax.random.key(1), (1, 11), 0, 64)
-    whole = model.forward(tokens).hidden
-    padded = model.forward(jnp.pad(tokens[:, :7], ((0, 0), (0, 4)), constant_values=63)).hidden
+    whole = forward(model, tokens).hidden
+    padded = forward(model, jnp.pad(tokens[:, :7], ((0, 0), (0, 4)), constant_values=63)).hidden
     np.testing.assert_allclose(padded[:, :, :7], whole[:, :, :7], atol=1e-5)
 
 
@@ -143,6 +146,6 @@ def test_gradients_reach_every_parameter(model):
         output = model.forward(tokens)
         return jnp.mean(model.logits(output.hidden) ** 2) + jnp.mean(output.gate_logits**2)
 
-    for path, leaf in nnx.to_flat_state(nnx.grad(loss)(model)):
+    for path, leaf in nnx.to_flat_state(nnx.jit(nnx.grad(loss))(model)):
         assert np.isfinite(leaf[...]).all(), path
         assert float(jnp.abs(leaf[...]).max()) > 0, path

@@ -48,7 +48,8 @@ def run(
     reads = "the whole KV cache" if method == "dense" else f"about {budget} tokens of the KV cache ({method})"
     console.print(
         f"[dim]{escape(model)}, {config.loops} loops of {config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {reads}[/]"
+        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {reads}[/]",
+        soft_wrap=True,
     )
     generation = generate(
         network,
@@ -73,7 +74,7 @@ def run(
         if prompts.answer is not None:
             console.print(verdict(text, prompts.answer))
     stats = generation.stats()
-    console.print(f"[dim]{escape(closing_line(stats))}[/]")
+    console.print(f"[dim]{escape(closing_line(stats))}[/]", soft_wrap=True)
     return stats
 
 

@@ -112,6 +112,16 @@ def test_demonstration_says_whether_it_found_the_pass_key():
     assert "Not found" in streaming.verdict("12345", demo.answer)
 
 
+@pytest.mark.parametrize("method", ["dense", "quest"])
+def test_the_shipped_model_finds_the_pass_key(method):
+    done = run("generate", "--demo", "passkey", "--method", method, "--budget", 256)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(prompts.read_demo("passkey").answer)
+    assert "Found" in done.stderr
+    share = float(re.search(r"\((\d+\.\d) %\)", done.stderr)[1])
+    assert share == 100 if method == "dense" else share < 15
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -98,7 +98,9 @@ def generate(
         exit_step=exit_step,
     )
     ids = [[int(token) for token in prompt] for prompt in prompts]
-    limits = [max_tokens] * len(ids) if isinstance(max_tokens, int) else [int(limit) for limit in max_tokens]
+    limits = (
+        [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
+    )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
     # The last token of a request is sampled, but never written.
     needed = [-(-(len(prompt) + limit - 1) // page_size) for prompt, limit in zip(ids, limits)]

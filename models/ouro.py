@@ -105,7 +105,7 @@ class OuroConfig:
 
     @classmethod
     def tiny(cls, **changes) -> Self:
-        """The byte-level model that this project trains from nothing, before a recipe changes it: 3,088,897 parameters."""
+        """The byte-level model that this project trains, before a recipe changes it: 3,088,897 parameters."""
         sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4}
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rope_theta": 1e4, "max_positions": 4096}
         # N2 and N4 start at 8 ** -0.5: the 8 branches of one loop then add about unit variance.

@@ -10,9 +10,8 @@ One page table serves all planes: page `p` of plane `u` is page `u * N + p` of t
 table names carries the incarnation it was leased at; an entry that is no longer live is absent for reads and ignored by
 writes and releases, and it is counted in the result.
 
-A state is a `lax.scan` carry, and its buffers may be donated: keep the returned state then, the old one is gone.
-Outside `jax.jit` NumPy arguments are copied. Hand `jnp.array(x)` to a jitted step of your own: it returns before it is
-done, and may read `x` later.
+A state is a `lax.scan` carry. Its buffers may be donated: keep the returned state then, the old one is gone. Outside
+`jax.jit` NumPy arguments are copied; hand `jnp.array(x)` to a jitted step, which may read `x` after it returned.
 """
 
 import dataclasses
@@ -177,8 +176,8 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
         lengths=jnp.where(granted, length + sized, table.lengths),
         status=jnp.select(conditions, [table.status, OK, BAD_COUNT, TABLE_FULL, STALE], OUT_OF_PAGES).astype(jnp.int32),
     )
-    slots, incarnations = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
-    reservation = Reservation(slots, incarnations, copied_from, copied_to)
+    places = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
+    reservation = Reservation(*places, copied_from, copied_to)
     return PagedState(pool, table, paged_kv.copy_pages(kv, copied_from, copied_to)), reservation
 
 
@@ -395,8 +394,7 @@ def _grant(eligible, touched, holders, tail, free_count) -> tuple[jax.Array, jax
 def _slots(pages, incarnations, offset, counts, width, page_size) -> tuple[jax.Array, jax.Array]:
     """Slots i32[B, width] and their incarnations of counts i32[B] tokens from `offset` on in pages i32[B, K]."""
     token = jnp.arange(width, dtype=jnp.int32)
-    place = offset[:, None] + token
-    valid = token < counts[:, None]
+    place, valid = offset[:, None] + token, token < counts[:, None]
     page = jnp.take_along_axis(pages, place // page_size, axis=1)
     slots = jnp.where(valid, page * page_size + place % page_size, -1)
     return slots, jnp.where(valid, jnp.take_along_axis(incarnations, place // page_size, axis=1), -1)

@@ -14,6 +14,7 @@ append, gather = jax.jit(paging.append), jax.jit(paging.gather)
 reserve = jax.jit(paging.reserve, static_argnums=2)
 share, release, view, write = map(jax.jit, (paging.share, paging.release, paging.view, paging.write))
 
+WIDTH = 9  # of every append here: the counts differ, the compiled program does not
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn]
 
 
@@ -38,10 +39,11 @@ def tokens(state, width, seed=0):
     return draw(kv.k), draw(kv.v)
 
 
-def extend(state, *counts, width=None, seed=0):
-    k, v = tokens(state, width or max(*counts, 1), seed)
+def extend(state, *counts, seed=0):
+    """Append counts[b] tokens, and return them as k, v [planes, B, max(counts), Hkv, D]."""
+    k, v = tokens(state, WIDTH, seed)
     state, _ = append(state, k, v, counts_of(*counts))
-    return state, k, v
+    return state, k[:, :, : max(counts)], v[:, :, : max(counts)]
 
 
 def same(a, b):
@@ -62,7 +64,7 @@ def statuses(state):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompt_then_single_tokens_read_back_in_every_plane(dtype):
     state = make(dtype=dtype)
-    state, k0, v0 = extend(state, 5, 0, 3, width=6)
+    state, k0, v0 = extend(state, 5, 0, 3)
     state, k1, v1 = extend(state, 1, 1, 1, seed=1)
     np.testing.assert_array_equal(state.table.lengths, [6, 1, 4])
     for plane in range(2):
@@ -237,6 +239,10 @@ def test_share_is_ignored_where_it_cannot_be():
         after, stale = share(state, source, target, count)
         same(after, state)
         assert int(stale) == 0, (source, target)
+    back = dataclasses.replace(state, table=dataclasses.replace(state.table, lengths=counts_of(5, 0, 0)))
+    after, stale = share(back, 0, 1, 3)
+    same(after, back)
+    assert int(stale) == 1, "no tokens, but a page that would be lost"
     after, _ = share(state, 0, 2, 2**31 - 1)
     assert int(after.table.lengths[2]) == 5, "cut to the source"
 

@@ -108,7 +108,7 @@ def test_case_COMPILE_1_a_growing_cache_compiles_once():
 def test_case_COMPILE_2_lengths_are_no_constants_of_the_compiled_step():
     gather = jax.jit(lambda *args: paging.gather(*args))
     for n in (3, 7):
-        state, k, _ = extend(make(), n, 0, 0, width=7)
+        state, k, _ = extend(make(), n, 0, 0)
         np.testing.assert_array_equal(gather(state, 0, 0)[0][:n], k[0, 0, :n])
         assert not gather(state, 0, 0)[0][n:].any()
     assert gather._cache_size() == 1

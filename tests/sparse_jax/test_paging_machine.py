@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sparse_jax import paging, slot_pool
 from tests.sparse_jax.paging_model import UNKNOWN, Model
 
-PLANES, PAGES, PAGE_SIZE, REQUESTS, TABLE_WIDTH, TOKENS = 2, 7, 2, 4, 4, 3
+PLANES, PAGES, PAGE_SIZE, REQUESTS, TABLE_WIDTH, TOKENS = 2, 7, 4, 4, 3, 5
 steps = {"total": 0}
 
 
@@ -81,7 +81,7 @@ class Paging(RuleBasedStateMachine):
         assert [int((row >= 0).sum()) for row in np.asarray(reservation.slots)] == [len(row) for row in places]
         self.reservations.append((jax.tree.map(np.asarray, reservation), places))
 
-    @rule(which=st.integers(0, 30))
+    @rule(which=st.integers(0, 2) | st.integers(0, 30))
     def write_through_an_old_reservation(self, which):
         if not self.reservations:
             return
@@ -93,13 +93,16 @@ class Paging(RuleBasedStateMachine):
             self.state, seen = write(self.state, plane, reservation, k, -k)
             assert int(seen) == stale
 
-    @rule(source=requests, into=requests, tokens=st.integers(1, 9))
-    def share(self, source, into, tokens):
+    @rule(source=requests, into=requests, tokens=st.integers(1, 12), sensible=st.integers(0, 3))
+    def share(self, source, into, tokens, sensible):
+        used = [request for request in range(REQUESTS) if self.model.lengths[request]]
+        if sensible and 0 < len(used) < REQUESTS:  # otherwise most shares would be ignored
+            source, into = used[source % len(used)], min(set(range(REQUESTS)) - set(used))
         shared = self.model.share(source, into, tokens)
         self.state, stale = share(self.state, source, into, tokens)
         assert int(stale) == (0 if shared else 1)
 
-    @rule(which=st.lists(requests, max_size=2))
+    @rule(which=st.lists(requests, max_size=3))
     def release(self, which):
         for request in set(which):
             self.model.release(request)
@@ -163,7 +166,7 @@ class Paging(RuleBasedStateMachine):
 
 TestPaging = Paging.TestCase
 TestPaging.settings = settings(
-    max_examples=60,
+    max_examples=80,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,  # the same steps on every run: a failure must be reproducible

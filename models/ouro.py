@@ -105,10 +105,10 @@ class OuroConfig:
 
     @classmethod
     def tiny(cls, **changes) -> Self:
-        """The byte-level model that this project trains, before a recipe changes it: 3,088,897 parameters."""
-        sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 256, "intermediate_size": 704, "num_layers": 4}
+        """The shipped byte-level model that this project trains: 2 layers, 4 loops, 3,155,713 parameters."""
+        sizes: dict[str, Any] = {"vocab_size": 264, "hidden_size": 384, "intermediate_size": 1024, "num_layers": 2}
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rope_theta": 1e4, "max_positions": 4096}
-        # N2 and N4 start at 8 ** -0.5: the 8 branches of one loop then add about unit variance.
+        # N2 and N4 start at 0.35: the 4 branches of one loop then add about half the variance of the embedding.
         init = InitConfig(
             embedding_std=1.0,
             matrix_std=1.0,

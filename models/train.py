@@ -322,7 +322,9 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry of `python -m models.train`."""
     parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="ouro-tiny")
-    parser.add_argument("--variant", choices=VARIANTS, help="of ouro-tiny (default: deep); see models/recipes.py")
+    parser.add_argument(
+        "--variant", choices=VARIANTS, help="of ouro-tiny (default: wide, the shipped one); see models/recipes.py"
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, help="length of the training loop (ouro-tiny: 3.3)")
     length.add_argument("--steps", type=int, help="length in steps instead; repeatable bit by bit")

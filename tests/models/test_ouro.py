@@ -28,7 +28,7 @@ def model() -> Ouro:
     [
         (OuroConfig.ouro_1_4b(), 1_434_652_673),
         (OuroConfig.ouro_2_6b(), 2_667_974_657),
-        (OuroConfig.tiny(), 3_088_897),
+        (OuroConfig.tiny(), 3_155_713),
     ],
 )
 def test_parameter_counts_of_the_sizes(config, count):
@@ -38,6 +38,7 @@ def test_parameter_counts_of_the_sizes(config, count):
 def test_planes_are_loops_times_layers():
     assert OuroConfig.ouro_1_4b().planes == 96
     assert OuroConfig.ouro_2_6b().planes == 192
+    assert OuroConfig.tiny().planes == 8
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,9 @@ def test_tiny_starts_as_its_recipe_says():
     model = Ouro(OuroConfig.tiny(), rngs=nnx.Rngs(0))
     layer = model.layers[0]
     assert float(model.embed_tokens[...].std()) == pytest.approx(1.0, rel=0.02)
-    assert float(layer.self_attn.q_proj[...].std()) == pytest.approx(256**-0.5, rel=0.02)
-    assert float(layer.mlp.down_proj[...].std()) == pytest.approx(704**-0.5, rel=0.02)
-    assert float(model.lm_head[...].std()) == pytest.approx(0.5 * 256**-0.5, rel=0.02)
+    assert float(layer.self_attn.q_proj[...].std()) == pytest.approx(384**-0.5, rel=0.02)
+    assert float(layer.mlp.down_proj[...].std()) == pytest.approx(1024**-0.5, rel=0.02)
+    assert float(model.lm_head[...].std()) == pytest.approx(0.5 * 384**-0.5, rel=0.02)
     for norm, value in [
         (layer.input_layernorm, 1.0),
         (layer.input_layernorm_2, 0.35),

@@ -8,19 +8,24 @@ from typing import Any
 
 TEMPLATE = """# {name}
 
-A byte-level Ouro of {parameters:,} parameters ({layers} layers, {loops} loops), trained {start} in
-{minutes:.1f} minutes on one {device} by this project, so that its commands, tests and notebooks have a real looped
-model without a download.
+A byte-level Ouro of {parameters:,} parameters, trained {start} in {minutes:.1f} minutes on one {device}
+(JAX {jax}) by this project, so that its commands, tests and notebooks have a real looped model without a download.
+
+{layers} layers of width {width} (FFN {ffn}), run {loops} times; {heads} query heads and {kv_heads} KV heads of {head}.
 Vocabulary: 256 bytes, BOS 256 in front of every sequence, 257 ends one (never trained), 264 rows. Context {context}.
 
-Make it again: `python -m models.text --out .data`, then `{command}`.
+Make it again (on Debian, `apt-get install bible-kjv dict-jargon` first):
+
+    python -m models.text --out .data
+    {command}
+
 The same seed does not give the same bits where the run is counted in minutes.
 
 ## Data
 
-King James Bible (Debian `bible-kjv`, last 4 % held out) and Jargon File 4.4.7 (Debian `dict-jargon`, last 6 % held
-out); both are free of copyright. Between stretches of them: generated questions, `models/tasks.py`.
-{tokens:.0f} million bytes in {steps:,} steps.
+King James Bible (Debian `bible-kjv-text`, last 4 % held out): its copyright has expired. Jargon File 4.4.7 (Debian
+`dict-jargon`, last 6 % held out): in the public domain. Both as the packages say; nothing else of them is used.
+Between stretches of text: generated questions, `models/tasks.py`. {tokens:.0f} million bytes in {steps:,} steps.
 
 ## Recipe
 
@@ -36,6 +41,12 @@ Greedy exact match by teacher forcing, held-out text around the statements; all 
 
 ![curves](curves.png)
 """
+
+NOTES = "\n## Notes\n"
+"""Where a card's part begins that is written by hand; `write` keeps it."""
+
+LABELS = ("random strings where first stated", "text", "templates", "filler", "answers", "chain answers", "links")
+"""The labels of `models.tasks`, in their order, in words."""
 
 
 def write_json(path: pathlib.Path, data: dict[str, Any]) -> None:
@@ -72,6 +83,11 @@ def tables(metrics: dict[str, Any]) -> list[str]:
     for name, results in metrics["text"].items():
         cells = [_loops(results[length]["ce"], 3) if length in results else "-" for length in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "Held-out text, perplexity per byte (exp of the above), loops 1, 2, ...", ""]
+    lines += [head[0].format("text"), head[1]]
+    for name, results in metrics["text"].items():
+        cells = [_loops(map(math.exp, results[length]["ce"]), 2) if length in results else "-" for length in lengths]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "Mean exit probabilities, loops 1, 2, ...", "", head[0].format("bytes of"), head[1]]
     for name, results in {**metrics["text"], **metrics["tasks"]}.items():
         cells = [_loops(results[length]["exits"], 2) if length in results else "-" for length in lengths]
@@ -83,14 +99,17 @@ def tables(metrics: dict[str, Any]) -> list[str]:
 def recipe(config: dict[str, Any]) -> list[str]:
     """Lines of Markdown about the settings of a run, from the fingerprint of its configuration."""
     goal = config["objective"]
+    weights = zip(LABELS, goal["label_weights"], strict=True)
     lines = [
         f"- Muon for the layers' matrices (momentum {config['momentum']}, weight decay {config['weight_decay']}), "
         "AdamW for the rest",
         f"- Rate {config['rate']}, {config['warmup']} steps of warm-up, from {config['decay_from']:.0%} on linear to "
         f"{config['last_rate']:.0%} of it; clip {config['clip']}",
         f"- {config['tokens_per_step']:,} bytes a step, {config['dtype']}, float32 parameters, seed {config['seed']}",
-        f"- Loss: floor {goal['floor']} with shares {goal['shares']}, entropy {goal['entropy']}",
-        f"- Weights by label {goal['label_weights']}; dropout {goal['dropout']} on both branches in plain text alone",
+        f"- Loss: Ouro's objective with entropy weight {goal['entropy']}; {goal['floor']:.0%} of it is the loss of the "
+        f"loops in fixed shares ({', '.join(map(str, goal['shares']))})",
+        f"- Weights: {', '.join(f'{name} {weight:g}' for name, weight in weights)}; dropout {goal['dropout']} on both "
+        "branches in plain text alone",
     ]
     for phase in config["phases"]:
         lengths = ", ".join(f"{length} ({share:.0%})" for length, share in phase["lengths"])
@@ -113,19 +132,21 @@ def curves(path: pathlib.Path, metrics: dict[str, Any]) -> bool:
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     losses, kept, accuracy = figure.subplots(1, 3)
-    for kind in ("text", "answers", "chains", "links"):
+    for index, kind in enumerate(("text", "answers", "chains", "links")):
         seen = [record for record in metrics["training"] if kind in record]
         for loop, style in ((1, ":"), (-1, "-")):
             values = [max(record[kind][loop], 1e-3) for record in seen]
-            losses.plot([r["seconds"] for r in seen], values, style, label=f"{kind}, loop {'last' if loop < 0 else 2}")
+            label = f"{kind}, loop {'last' if loop < 0 else 2}"
+            losses.plot([r["seconds"] for r in seen], values, style, color=f"C{index}", label=label)
     losses.set(title="training loss", xlabel="seconds", yscale="log")
     history = metrics["history"]
     names = [name for name, value in (history[0] if history else {}).items() if isinstance(value, list | tuple)]
-    for name in names:
+    for index, name in enumerate(names):
         axis = accuracy if name.startswith(("keys", "chain")) else kept
         for loop, style in ((1, ":"), (-1, "-")):
             label = f"{name}, loop {'last' if loop < 0 else 2}"
-            axis.plot([seen["seconds"] for seen in history], [seen[name][loop] for seen in history], style, label=label)
+            times, values = [seen["seconds"] for seen in history], [seen[name][loop] for seen in history]
+            axis.plot(times, values, style, color=f"C{index}", label=label)
     kept.set(title="held-out text, nats a byte", xlabel="seconds")
     accuracy.set(title="accuracy", xlabel="seconds", ylim=(-0.02, 1.02))
     for axis in (losses, kept, accuracy):
@@ -135,24 +156,39 @@ def curves(path: pathlib.Path, metrics: dict[str, Any]) -> bool:
     return True
 
 
-def write(folder: pathlib.Path, metrics: dict[str, Any]) -> None:
-    """Write README.md and, where matplotlib is there, curves.png."""
+def card(metrics: dict[str, Any]) -> str:
+    """The Markdown of a model card, from what metrics.json holds."""
     config = metrics["config"]
-    card = TEMPLATE.format(
-        name=metrics["name"],
+    model = config["model"]
+    preset, _, variant = metrics["name"].partition(":")
+    return TEMPLATE.format(
+        name=f"{preset} (recipe `{variant}`)" if variant else preset,
         parameters=metrics["parameters"],
-        layers=config["model"]["num_layers"],
-        loops=config["model"]["loops"],
+        layers=model["num_layers"],
+        width=model["hidden_size"],
+        ffn=model["intermediate_size"],
+        loops=model["loops"],
+        heads=model["num_heads"],
+        kv_heads=model["num_kv_heads"],
+        head=model["head_dim"],
         start=f"from the weights in `{config['start_from']}`" if config["start_from"] else "from nothing",
         minutes=metrics["seconds"] / 60,
         device=metrics["device"],
-        context=config["model"]["max_positions"],
+        jax=metrics["jax"],
+        context=model["max_positions"],
         command=metrics["command"],
         tokens=metrics["tokens"] / 1e6,
         steps=metrics["steps"],
         recipe="\n".join(recipe(config)),
         tables="\n".join(tables(metrics)),
     )
+
+
+def write(folder: pathlib.Path, metrics: dict[str, Any]) -> None:
+    """Write README.md and, where matplotlib is there, curves.png. Notes in a card that is there already stay."""
+    path = folder / "README.md"
+    _, found, notes = path.read_text(encoding="utf-8").partition(NOTES) if path.is_file() else ("", "", "")
+    text = card(metrics)
     if not curves(folder / "curves.png", metrics):
-        card = card[: card.index("\n## Curves")]
-    (folder / "README.md").write_text(card, encoding="utf-8")
+        text = text[: text.index("\n## Curves")]
+    path.write_text(text + found + notes, encoding="utf-8")

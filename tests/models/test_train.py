@@ -1,4 +1,4 @@
-"""Training: the objective, the optimiser, batches from processes, resuming, stopping; the shipped model's quality."""
+"""Training: the objective, the optimiser, batches from processes, resuming, stopping."""
 
 import dataclasses
 import json
@@ -263,29 +263,3 @@ def test_every_variant_fits_the_promises(variant):
     assert 3e6 <= sum(leaf.size for leaf in shapes) <= 5e6
     assert set(quality.LENGTHS) - {1024} <= set(config.lengths)
     assert (config.model.num_heads, config.model.num_kv_heads, config.model.head_dim) == (4, 2, 64)
-
-
-# The model that the package carries
-
-
-@pytest.fixture(scope="module")
-def shipped():
-    """A scorer of ouro-tiny; skips where it has not been trained yet."""
-    try:
-        _, model = checkpoints.load("ouro-tiny", dtype=jnp.float32)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    return quality.Scorer(model, 8192)
-
-
-@pytest.mark.slow
-def test_shipped_model_finds_one_of_four_keys(shipped):
-    result = quality.task(shipped, "keys4", 1024, [text.excerpt()], count=32, seed=1)
-    assert result.exact[-1] >= 0.95
-
-
-@pytest.mark.slow
-def test_shipped_model_predicts_held_out_text(shipped):
-    result = quality.text(shipped, text.excerpt(), 2048)
-    assert result.ce[-1] <= 1.06
-    assert result.ce[-1] <= result.ce[1]

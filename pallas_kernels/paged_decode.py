@@ -65,21 +65,17 @@ def paged_decode_kernel(
             present = visible[0]
         return Keys(page, offset, present, visible)
 
-    begin, uniform_until = jnp.int32(0), None
+    # Only where the place is the position can rows bound the walk. (min first: a position may be the largest int32)
+    begin, uniform_until = jnp.int32(0), None if t_rows == 1 else jnp.int32(0)
     if key_positions_ref is None:
-        is_row = row_position >= 0
-        end = jnp.minimum(end, jnp.max(row_position) + 1)
-        first_end = jnp.min(jnp.where(is_row, row_position, width * page_size)) + 1
+        end = jnp.minimum(end - 1, jnp.max(row_position)) + 1
+        first_row = jnp.min(
+            jnp.where(row_position >= 0, jnp.minimum(row_position, width * page_size), width * page_size)
+        )
         if window is not None:
-            begin = jnp.minimum(jnp.maximum(first_end - window, 0), end)
-        if t_rows > 1:
-            uniform_until = (
-                jnp.int32(0)
-                if window is not None
-                else lax.div(jnp.minimum(first_end, end), jnp.int32(launch.block_tokens))
-            )
-    elif t_rows > 1:
-        uniform_until = jnp.int32(0)
+            begin = jnp.clip(first_row + 1 - window, 0, end)
+        elif t_rows > 1:
+            uniform_until = lax.div(jnp.minimum(first_row + 1, end), jnp.int32(launch.block_tokens))
     blocks = split_range(begin, end, width * page_size, program, launch)
     attend(
         q_ref, k_ref, v_ref, scales, out_ref, lse_ref, None,

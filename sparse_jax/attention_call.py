@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Config
 from sparse_jax import dispatch
-from sparse_jax.validation import CACHE_DTYPES, as_array, as_float, as_ids, check_shape, require
+from sparse_jax.validation import CACHE_DTYPES, INT32_MAX, as_array, as_float, as_ids, check_shape, require
 from sparse_jax.xla.merge_attention import merge_attention
 
 E4M3_MAX = 448.0
@@ -159,7 +159,7 @@ class Call:
             out_dtype=out_dtype,
             implementation=implementation,
             config=config,
-            window=window,
+            window=None if window is None else min(int(window), INT32_MAX),
             return_weights=return_weights,
         )
 

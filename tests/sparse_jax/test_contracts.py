@@ -40,6 +40,24 @@ def test_contract_1_ids_out_of_range_are_absent(op, implementation):
     assert_same_bits(got.out, call(op, case, absent, implementation=implementation).out)
 
 
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", ["paged", "page_sparse"])
+def test_contract_1_extreme_positions_lengths_and_windows_do_not_wrap(op, implementation):
+    case = dataclasses.replace(CASES["draft4"], lengths=(61, 61))
+    x, largest = make_inputs(case), 2**31 - 1
+    x["page_indices"] = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), x["page_indices"].shape)
+
+    def run(case=case, **changes):
+        return call(op, case, {**x, **changes}, implementation=implementation).lse
+
+    everything = run(q_positions=jnp.full((2, 4), 60, jnp.int32))
+    assert_same_bits(run(q_positions=jnp.full((2, 4), largest, jnp.int32)), everything)
+    wide = run(dataclasses.replace(case, window=2**40), q_positions=jnp.full((2, 4), 60, jnp.int32))
+    assert_close(wide, everything)
+    assert jnp.isneginf(run(q_positions=jnp.full((2, 4), -largest - 1, jnp.int32))).all()
+    assert jnp.isneginf(run(lengths=jnp.full((2,), -largest - 1, jnp.int32))).all()
+
+
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [

@@ -69,6 +69,21 @@ def test_case_INT32_1_pages_past_2_to_the_31(dtype):
             assert_same_bits(got.lse, results[0].lse)
 
 
+@pytest.mark.gpu
+def test_case_INT32_2_page_stride_of_an_array_of_all_layers():
+    """Pages 1,039,680 elements apart, the stride of a small layer inside a pool of all: 2065 and 2066 lie around 2^31."""
+    heads, width, places = 285, 57, (3, 2064, 2065, 2066)
+    rng = np.random.default_rng(0)
+    page = jnp.asarray(rng.standard_normal((heads, 64, width)), jnp.bfloat16)
+    pool = jnp.zeros((2067, heads, 64, width), jnp.bfloat16).at[jnp.array(places)].set(page)
+    assert pool[0].size == 1_039_680
+    q = jnp.asarray(rng.standard_normal((1, heads, width)), jnp.bfloat16)
+    outs = [paged_attention(q, pool, pool, ids([place]), ids(64), implementation="triton").out for place in places]
+    assert float(jnp.abs(outs[0]).max()) > 0
+    for out in outs[1:]:
+        assert_same_bits(out, outs[0])
+
+
 def test_case_COMPILE_1_and_2_lengths_do_not_retrace():
     traces = []
 

@@ -14,8 +14,8 @@ def table(results: dict[str, Any], cases: tuple[str, ...] | None = None, *, all_
     """A Markdown table of the rows that were measured."""
     environment = results["environment"]
     sizes = {case["name"]: case for case in results["cases"]}
-    names = ["case", "operation", "implementation", "us", "TB/s", "of copy"]
-    names += ["spread, us", "kernel us"] if all_columns else []
+    names = ["case", "operation", "implementation", "us", "kernel us", "TB/s", "of copy"]
+    names += ["spread, us"] if all_columns else []
     lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
     for row in results["rows"]:
         if row["microseconds"] is None or (cases and row["case"] not in cases):
@@ -26,13 +26,13 @@ def table(results: dict[str, Any], cases: tuple[str, ...] | None = None, *, all_
             f"B {case['batch']} x {case['context']:,}",
             row["op"] + kept,
             "**this library**" if row["implementation"] == "triton" else row["implementation"],
-            f"{row['microseconds']:,.0f}" if row["microseconds"] >= 100 else f"{row['microseconds']:.1f}",
+            microseconds(row["microseconds"]),
+            microseconds(row["kernel_microseconds"]),
             f"{row['terabytes_per_second']:.2f}",
             f"{row['of_copy']:.2f}",
         ]
         if all_columns:
-            kernel = row["kernel_microseconds"]
-            cells += [f"{row['low']:,.1f} - {row['high']:,.1f}", "" if kernel is None else f"{kernel:.1f}"]
+            cells.append(f"{row['low']:,.1f} - {row['high']:,.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     shape = results["cases"][0]
     lines += [
@@ -43,6 +43,11 @@ def table(results: dict[str, Any], cases: tuple[str, ...] | None = None, *, all_
         f"P {shape['page_size']}; copy bandwidth {results['copy_terabytes_per_second']:.2f} TB/s.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def microseconds(value: float | None) -> str:
+    """Three or more digits; nothing where it was not read."""
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def updated(text: str, content: str) -> str:

@@ -1,4 +1,4 @@
-"""How things are timed: chains of calls in one jit, several jits in flight, medians; and the copy bandwidth."""
+"""How things are timed: chains of calls in one scan, several jits in flight, medians; and the copy bandwidth."""
 
 import functools
 import pathlib
@@ -14,6 +14,7 @@ from jax import lax
 
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
+LEAST_ROUNDS = 4
 Step = Callable[
     [jax.Array, Any, Any], jax.Array
 ]  # (carry, fixed inputs, one input set) -> carry of the same shape and dtype
@@ -55,17 +56,25 @@ def sets_to_rotate(bytes_per_call: int) -> int:
 
 
 def _chain(
-    step: Step, calls: int, hold: bool, carry: jax.Array, fixed: Any, sets: Sequence[Any]
+    step: Step, rounds: int, hold: bool, carry: jax.Array, fixed: Any, sets: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """Each call's output is the next one's query: no call can be dropped, merged with another, or run beside it."""
-    first = carry
-    for call in range(calls):
-        inputs = sets[call % len(sets)]
-        if hold:
-            carry, inputs = lax.optimization_barrier((carry, inputs))
-        carry = step(carry, fixed, inputs)
-        first = carry if call == 0 else first
-    return carry, first
+    """Calls `step` once with each set, `rounds` times: (last output, output of the first call).
+
+    Each call's output is the next one's query, so no call can be dropped, merged with another, or run beside it. The
+    rounds are a scan, as decode loops are: XLA then launches its body as one graph, instead of kernel by kernel.
+    """
+
+    def one_round(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        first = None
+        for inputs in sets:
+            if hold:
+                carry, inputs = lax.optimization_barrier((carry, inputs))
+            carry = step(carry, fixed, inputs)
+            first = carry if first is None else first
+        return carry, first
+
+    carry, firsts = lax.scan(one_round, carry, None, length=rounds)
+    return carry, firsts[0]
 
 
 def measure(
@@ -76,8 +85,9 @@ def measure(
     hold: keep XLA from doing work on an input set once for all calls that share it, such as a gather. A kernel that
     takes the query needs no such barrier, which costs a copy of the inputs.
     """
-    calls = -(-effort.calls // len(sets)) * len(sets)
-    run = jax.jit(functools.partial(_chain, step, calls, hold))
+    rounds = max(LEAST_ROUNDS, -(-effort.calls // len(sets)))
+    calls = rounds * len(sets)
+    run = jax.jit(functools.partial(_chain, step, rounds, hold))
     _, first = jax.block_until_ready(run(carry, fixed, sets))
     once = _seconds(lambda: run(carry, fixed, sets), queued=1)
     # Waiting costs about 0.4 ms each time, so many jits are in flight before one wait; long ones need no company.

@@ -81,9 +81,9 @@ def test_chain_feeds_each_output_to_the_next_call_and_rotates():
         return carry * fixed + inputs
 
     sets = [jnp.float32(1), jnp.float32(10)]
-    carry, first = timing._chain(step, 3, True, jnp.float32(2), jnp.float32(3), sets)
+    carry, first = timing._chain(step, 2, True, jnp.float32(2), jnp.float32(3), sets)
     assert float(first) == 7
-    assert float(carry) == (7 * 3 + 10) * 3 + 1
+    assert float(carry) == ((7 * 3 + 10) * 3 + 1) * 3 + 10
 
 
 def test_measure_gives_a_positive_median_inside_its_spread():

@@ -71,7 +71,7 @@ def test_case_INT32_1_pages_past_2_to_the_31(dtype):
 
 @pytest.mark.gpu
 def test_case_INT32_2_page_stride_of_an_array_of_all_layers():
-    """Pages 1,039,680 elements apart, the stride of a small layer inside a pool of all: the last two lie around 2^31."""
+    """Pages 1,039,680 elements apart, as in a pool of all layers: the last two lie around 2^31."""
     heads, width, places = 285, 57, (3, 2064, 2065, 2066)
     rng = np.random.default_rng(0)
     page = jnp.asarray(rng.standard_normal((heads, 64, width)), jnp.bfloat16)

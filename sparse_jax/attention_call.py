@@ -216,7 +216,7 @@ def _compute(
     # Everything that is differentiated is an argument, none is captured.
     def meaning(args: Any, extras: Any) -> AttentionOutput:
         out, lse, scores = operation.meaning(*args, **common)
-        return _finish(out[None], lse[None], scores, *extras, options)
+        return _finish(out[None], lse[None], scores, extras, options)
 
     def kernel(args: Any, extras: Any, *, interpret: bool) -> AttentionOutput:
         # With nothing left to do after the merge, a single split writes the final dtype itself.
@@ -229,7 +229,7 @@ def _compute(
             config=options.config,
             interpret=interpret,
         )
-        return _finish(outs, lses, scores, *extras, options)
+        return _finish(outs, lses, scores, extras, options)
 
     return dispatch.run(
         options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
@@ -240,11 +240,11 @@ def _finish(
     outs: jax.Array,
     lses: jax.Array,
     scores: jax.Array | None,
-    sinks: jax.Array | None,
-    out_scale: jax.Array | None,
+    extras: tuple[jax.Array | None, jax.Array | None],
     options: Options,
 ) -> AttentionOutput:
     """Merges the parts (leading axis), adds the sinks, casts, and turns scores into probabilities."""
+    sinks, out_scale = extras
     out, lse = (outs[0], lses[0]) if outs.shape[0] == 1 and sinks is None else merge_attention(outs, lses, sinks)
     weights = None
     if options.return_weights:

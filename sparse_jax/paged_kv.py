@@ -114,8 +114,8 @@ def _overwrite_bits(rows, new, plane, page, start):
     # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
     # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]
-    bits = [lax.bitcast_convert_type(x, unsigned) for x in (rows, new)]
-    return lax.bitcast_convert_type(_overwrite(*bits, plane, page, start), rows.dtype)
+    rows_bits, new_bits = (lax.bitcast_convert_type(x, unsigned) for x in (rows, new))
+    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, plane, page, start), rows.dtype)
 
 
 def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:

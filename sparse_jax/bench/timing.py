@@ -65,13 +65,13 @@ def _chain(
     """
 
     def one_round(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        first = None
+        outputs = []
         for inputs in sets:
             if hold:
                 carry, inputs = lax.optimization_barrier((carry, inputs))
             carry = step(carry, fixed, inputs)
-            first = carry if first is None else first
-        return carry, first
+            outputs.append(carry)
+        return carry, outputs[0]
 
     carry, firsts = lax.scan(one_round, carry, None, length=rounds)
     return carry, firsts[0]

@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparse_jax.bench.command import bench
-
 app = typer.Typer(
     name="sparse-jax",
     help="Sparse decode attention for JAX: generate text from a fraction of the KV cache, train, inspect, measure.",
@@ -119,11 +117,11 @@ def generate(
 
     Example: `sparse-jax generate --prompt "In the beginning" --temperature 0.8 --method dense`
     """
-    from models import prompts, streaming
+    from models import prompts, terminal
     from models.sampling import Sampling
 
     chosen = prompts.choose(prompt=prompt, prompt_file=prompt_file, batch_file=batch_file, demo=demo)
-    streaming.run(
+    terminal.run(
         chosen,
         model=model,
         method=method,
@@ -136,20 +134,38 @@ def generate(
     )
 
 
+def add_xla_flag(flag: str) -> None:
+    """Adds `--name=value` to XLA_FLAGS, beside the user's own flags and never against them.
+
+    It counts until JAX meets its first device.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
 @app.command()
 @explained
 def train(
     out: Annotated[Path, typer.Option(help="Folder for the model, its card, curves and metrics.")],
     text: Annotated[
-        Path, typer.Option(help="Folder with kjv.txt and jargon.txt; python -m models.text makes it.")
+        Path, typer.Option(help="Folder with kjv.txt and jargon.txt; python -m models.training.corpora makes it.")
     ] = Path(".data"),
     preset: Annotated[
         str, typer.Option(help="ouro-tiny (some minutes on a large GPU) or smoke (a minute on a CPU).")
     ] = "ouro-tiny",
-    variant: Annotated[str | None, typer.Option(help="A variant of ouro-tiny; models/recipes.py lists them.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="A variant of ouro-tiny; models/training/recipes.py lists them.")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="Length of the training loop.")] = None,
     steps: Annotated[int | None, typer.Option(help="Length in steps instead; repeatable bit by bit.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed and steps give the same model.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of the layers' matrices.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option(help="Folder or name of a model whose weights to begin with.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that make batches; 0 makes them here.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
     """Train a small Ouro from scratch, then evaluate it and write its model card.
@@ -158,9 +174,7 @@ def train(
 
     Example: `sparse-jax train --preset smoke --out runs/smoke`
     """
-    os.environ.setdefault(
-        "XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false"
-    )  # before JAX starts; faster training on a GPU
+    add_xla_flag("--xla_gpu_enable_triton_gemm=false")  # compiles faster on a GPU
     from models.train import PRESETS
     from models.train import train as run
 
@@ -170,7 +184,8 @@ def train(
         raise ValueError("give --minutes or --steps, not both")
     if variant is not None and preset != "ouro-tiny":
         raise ValueError(f"--variant belongs to the preset ouro-tiny, not to {preset}")
-    options = {"variant": variant, "minutes": minutes, "steps": steps, "seed": seed}
+    options = {"variant": variant, "minutes": minutes, "steps": steps, "seed": seed, "workers": workers}
+    options |= {"rate": rate, "weight_decay": weight_decay, "start_from": start_from}
     config = PRESETS[preset](**{name: value for name, value in options.items() if value is not None})
     run(config, texts=text, out=out, resume=resume)
 
@@ -198,7 +213,16 @@ def info() -> None:
         console.print(f"[yellow]Note:[/] {escape(hint)}", highlight=False)
 
 
-app.command(name="bench")(explained(bench))
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@explained
+def bench(context: typer.Context) -> None:
+    """Measure sparse and dense decode attention on this machine."""
+    from sparse_jax.bench.command import bench as measure  # its options too are read there, --help among them
+
+    measuring = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    measuring.command()(measure)
+    measuring(context.args, prog_name=context.command_path)
+
 
 if __name__ == "__main__":
     main()

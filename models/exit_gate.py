@@ -18,16 +18,14 @@ def log_stay(gate_logits: jax.Array) -> jax.Array:
 
 
 def exit_log_probabilities(gate_logits: jax.Array) -> jax.Array:
-    """Log of p_u for gate_logits [U, ...] -> f32[U, ...]; finite for finite gates, with a finite gradient."""
+    """Log of p_u for gate_logits [U, ...] -> f32[U, ...]; finite for finite gates, with a finite gradient.
+
+    The p_u of a token sum to 1.
+    """
     stay = log_stay(gate_logits)
     before = jnp.concatenate([jnp.zeros_like(stay[:1]), stay[:-1]])  # log prod_{i < u} (1 - lambda_i)
     leave = jax.nn.log_sigmoid(gate_logits.astype(jnp.float32))
     return before + leave.at[-1].set(0.0)
-
-
-def exit_probabilities(gate_logits: jax.Array) -> jax.Array:
-    """Probability p_u of leaving at each loop for gate_logits [U, ...] -> f32[U, ...]; sums to 1 over the loops."""
-    return jnp.exp(exit_log_probabilities(gate_logits))
 
 
 def exit_loop(gate_logits: jax.Array, *, threshold: float = 1.0, step: int | None = None) -> jax.Array:
@@ -51,7 +49,10 @@ def exit_loop(gate_logits: jax.Array, *, threshold: float = 1.0, step: int | Non
 def select_exit(
     hidden: jax.Array, gate_logits: jax.Array, *, threshold: float = 1.0, step: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The hidden state of each token's exit loop: hidden [U, ..., H], gate_logits [U, ...] -> ([..., H], i32[...])."""
+    """The hidden state of each token's exit loop: hidden [U, ..., H], gate_logits [U, ...] -> ([..., H], i32[...]).
+
+    Raises ValueError for shapes that do not agree, and where `exit_loop` does.
+    """
     if hidden.shape[:-1] != gate_logits.shape:
         raise ValueError(f"hidden {hidden.shape} and gate_logits {gate_logits.shape} must agree up to the last axis")
     loop = exit_loop(gate_logits, threshold=threshold, step=step)

@@ -120,14 +120,6 @@ class OuroConfig:
         )
         return cls(**(sizes | heads | {"bos_id": 256, "stop_ids": (257,), "init": init} | changes))
 
-    @classmethod
-    def test(cls, **changes) -> Self:
-        """A model for tests: 2 layers, 4 loops, grouped heads, some 30,000 parameters."""
-        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
-        heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_positions": 128}
-        init = InitConfig(embedding_std=1.0, matrix_std=1.0, head_std=1.0, scale_by_fan_in=True, branch_norm=0.5)
-        return cls(**(sizes | heads | {"bos_id": None, "stop_ids": (), "init": init} | changes))
-
 
 class OuroOutput(NamedTuple):
     """What the loops computed for every token."""

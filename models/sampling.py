@@ -41,7 +41,7 @@ def request_keys(seed: int | Sequence[int], requests: int) -> jax.Array:
     """One random key per request: key[B].
 
     An int seeds the batch, and request b gets stream b of it. A sequence gives each request its own seed; with seed s
-    it draws what it would draw alone in a batch seeded with s.
+    it draws what it would draw alone in a batch seeded with s. Raises ValueError for a sequence of another length.
     """
     if isinstance(seed, (int, np.integer)):
         base = jax.random.key(int(seed))

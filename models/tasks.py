@@ -1,8 +1,8 @@
 """Retrieval tasks in real text: passkey, several keys, variable chains, copying. Plain NumPy, repeatable by seed.
 
 A training sequence is BOS and `length - 1` bytes: statements and questions at random bytes of a stretch of text. Every
-byte has a label that says what it is; the loss weight of each label is a setting of training (`models.objective`).
-Each statement and each question begins with a line end:
+byte has a label that says what it is; `models.training.objective` gives each label its weight in the loss. Each
+statement and each question begins with a line end:
 
     passkey   The pass key is 48213. Remember it.     What is the pass key? The pass key is 48213.
     keys      Key: amos is 48213.                     Ask: amos is 48213.

@@ -4,10 +4,9 @@ Writes into DIR: model.safetensors and config.json (bfloat16), metrics.json, cur
 log.txt, and while it runs the folder `checkpoint`, from which `--resume` continues. SIGTERM, Ctrl-C and the end of
 `--minutes` all stop cleanly: the model is written and evaluated.
 
-On a GPU use XLA_FLAGS=--xla_gpu_enable_triton_gemm=false (shorter compilation); the command line sets it.
+On a GPU use XLA_FLAGS=--xla_gpu_enable_triton_gemm=false (shorter compilation); the command line adds it.
 """
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -25,13 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import typer
 from flax import nnx
 
-from models import checkpoints, model_card, objective, optimizers, quality, text
-from models.batches import Request, Workers
+from models import checkpoints
 from models.ouro import Ouro
-from models.progress import Progress
-from models.recipes import PRESETS, VARIANTS, TrainConfig, ouro_tiny, smoke
+from models.training import corpora, model_card, objective, optimizers, quality
+from models.training.batches import Request, Workers
+from models.training.progress import Progress
+from models.training.recipes import PRESETS, VARIANTS, TrainConfig, ouro_tiny, smoke
 
 __all__ = ["PRESETS", "VARIANTS", "TrainConfig", "main", "ouro_tiny", "smoke", "train"]
 
@@ -119,7 +120,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, folder: pathlib.Path, texts: pathlib.Path, progress: Progress):
         self.config, self.folder, self.texts, self.progress = config, folder, texts, progress
-        self.corpora = text.load(texts)
+        self.corpora = corpora.load(texts)
         model = build(config)
         self.graph, params = nnx.split(model)
         self.optimizer = optimizers.muon_adamw(momentum=config.momentum, decay=config.weight_decay, clip=config.clip)
@@ -275,8 +276,8 @@ def train(
 ) -> dict[str, Any]:
     """Train, write everything into `out`, and return the metrics.
 
-    texts is the folder that `python -m models.text` fills. With `resume`, continues from `out`/checkpoint where there
-    is one; the result of a run counted in steps is the same as without the interruption.
+    texts is the folder that `python -m models.training.corpora` fills. With `resume`, continues from `out`/checkpoint
+    where there is one; the result of a run counted in steps is the same as without the interruption.
     """
     out, texts = pathlib.Path(out), pathlib.Path(texts)
     out.mkdir(parents=True, exist_ok=True)
@@ -318,36 +319,11 @@ def stopping(run: Run):
             signal.signal(number, handler)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The entry of `python -m models.train`."""
-    parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="ouro-tiny")
-    parser.add_argument(
-        "--variant", choices=VARIANTS, help="of ouro-tiny (default: wide, the shipped one); see models/recipes.py"
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, help="length of the training loop (ouro-tiny: 3.3)")
-    length.add_argument("--steps", type=int, help="length in steps instead; repeatable bit by bit")
-    parser.add_argument("--text", type=pathlib.Path, default=pathlib.Path(".data"), help="where the two texts are")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--workers", type=int, help="processes that make batches")
-    parser.add_argument("--rate", type=float, help="peak learning rate")
-    parser.add_argument("--weight-decay", type=float)
-    parser.add_argument("--start-from", help="folder or name of a model whose weights to begin with")
-    parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
-    options = vars(parser.parse_args(arguments))
-    places = {"texts": options.pop("text"), "out": options.pop("out"), "resume": options.pop("resume")}
-    preset, variant = options.pop("preset"), options.pop("variant")
-    changes = {name: value for name, value in options.items() if value is not None}
-    if variant is not None:
-        if preset != "ouro-tiny":
-            parser.error(f"--variant belongs to the preset ouro-tiny, not to {preset}")
-        changes["variant"] = variant
-    flags = os.environ.get("XLA_FLAGS", "")  # read when JAX meets its first device
-    if "xla_gpu_enable_triton_gemm" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false".strip()
-    train(PRESETS[preset](**changes), **places)
+def main() -> None:
+    """The entry of `python -m models.train`, which is `sparse-jax train` under another name."""
+    from models.cli import train as command  # late: that command imports this file
+
+    typer.run(command)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,18 @@ def test_kernels_need_nothing_but_jax():
     assert not wrong
 
 
+def test_models_do_without_their_training():
+    """Only the training itself and the command line know how a model was trained."""
+    allowed = {"models/train.py", "models/cli.py"}
+    wrong = {
+        relative(path): found
+        for path in python_files("models")
+        if relative(path) not in allowed and not relative(path).startswith("models/training/")
+        if (found := sorted(name for name in imported_modules(path) if name.startswith("models.training")))
+    }
+    assert not wrong
+
+
 def names_triton(path: Path) -> list[str]:
     """Imports and names by which a file would bind itself to one lowering."""
     found = [

@@ -13,9 +13,10 @@ from models import checkpoints
 from models.checkpoints import CheckpointError
 from models.ouro import Ouro, OuroConfig
 from tests.models import numpy_ouro
+from tests.models.configs import small_ouro
 
 forward = nnx.jit(lambda model, tokens: model.forward(tokens))
-CONFIG = OuroConfig.test(rope_theta=1e4, exit_threshold=0.9, bos_id=0, stop_ids=(0, 2))
+CONFIG = small_ouro(rope_theta=1e4, exit_threshold=0.9, bos_id=0, stop_ids=(0, 2))
 
 
 def random_tensors(config: OuroConfig, dtype=np.float32) -> dict[str, np.ndarray]:

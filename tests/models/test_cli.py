@@ -1,23 +1,30 @@
 """The console app, with a random model of some thousand parameters."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
-from models import checkpoints, prompts, streaming
-from models.cli import app, explanation
+from models import checkpoints, prompts, terminal
+from models.cli import add_xla_flag, app, explanation
 from models.generate import Stats
-from models.ouro import Ouro, OuroConfig
+from models.ouro import Ouro
+from tests.models.configs import small_ouro
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint of random weights with the byte vocabulary."""
-    config = OuroConfig.test(vocab_size=264, max_positions=256, num_layers=1, loops=2, bos_id=256, stop_ids=(257,))
+    config = small_ouro(vocab_size=264, max_positions=256, num_layers=1, loops=2, bos_id=256, stop_ids=(257,))
     path = tmp_path_factory.mktemp("model")
     checkpoints.save(path, Ouro(config, rngs=nnx.Rngs(0), param_dtype=jnp.float32))
     return str(path)
@@ -108,8 +115,8 @@ def test_demonstration_says_whether_it_found_the_pass_key():
     assert len(text.encode()) == 2000
     assert text.endswith("The pass key is ")
     assert text.count(demo.answer) == 1
-    assert "Found" in streaming.verdict(f" {demo.answer}.\nmore", demo.answer)
-    assert "Not found" in streaming.verdict("12345", demo.answer)
+    assert "Found" in terminal.verdict(f" {demo.answer}.\nmore", demo.answer)
+    assert "Not found" in terminal.verdict("12345", demo.answer)
 
 
 @pytest.mark.parametrize("method", ["dense", "quest"])
@@ -183,7 +190,7 @@ def test_closing_line_leaves_out_what_is_not_known():
         peak_memory_bytes=None,
         peak_memory_of="process",
     )
-    assert streaming.closing_line(stats) == "1 tokens"
+    assert terminal.closing_line(stats) == "1 tokens"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +199,7 @@ def test_closing_line_leaves_out_what_is_not_known():
         (("--preset", "large"), "there are ouro-tiny, smoke"),
         (("--minutes", 1, "--steps", 2), "not both"),
         (("--preset", "smoke", "--variant", "wide"), "--variant belongs"),
-        (("--preset", "smoke", "--text", "nowhere"), "python -m models.text"),
+        (("--preset", "smoke", "--text", "nowhere"), "python -m models.training.corpora"),
     ],
 )
 def test_training_explains_what_is_missing(tmp_path, arguments, message):
@@ -211,9 +218,50 @@ def test_training_passes_its_options_on(tmp_path, monkeypatch):
     )
     assert done.exit_code == 0, done.output
     ((config, places),) = calls
-    assert (config.steps, config.seed) == (3, 5)
+    assert (config.steps, config.seed, config.workers) == (3, 5, 0)
     assert places == {"texts": places["texts"], "out": tmp_path, "resume": True}
     assert str(places["texts"]) == "texts"
+
+
+def test_training_takes_the_same_options_as_a_module(tmp_path, monkeypatch):
+    import models.train
+
+    calls = []
+    monkeypatch.setattr(models.train, "train", lambda config, **places: calls.append(config))
+    options = ["--minutes", "1.5", "--variant", "deep", "--rate", "0.001", "--weight-decay", "0.2"]
+    options += ["--start-from", "ouro-tiny", "--workers", "3", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train", *options])
+    with pytest.raises(SystemExit) as end:
+        models.train.main()
+    assert end.value.code == 0
+    assert run("train", *options).exit_code == 0
+    assert calls[0] == calls[1]
+    config = calls[0]
+    assert (config.minutes, config.name, config.rate, config.weight_decay) == (1.5, "ouro-tiny:deep", 0.001, 0.2)
+    assert (config.start_from, config.workers) == ("ouro-tiny", 3)
+
+
+def test_xla_flags_of_the_user_stay(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    for _ in range(2):
+        add_xla_flag("--xla_gpu_enable_triton_gemm=false")
+        assert os.environ["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_enable_triton_gemm=false"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    add_xla_flag("--xla_gpu_enable_triton_gemm=false")
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_enable_triton_gemm=true"
+
+
+def test_the_app_starts_without_jax():
+    code = "import models.cli, sys; assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_bench_passes_its_options_on():
+    done = run("bench", "attention", "--cases", "no-such-shape", "--quick")
+    assert done.exit_code == 2, done.output
+    assert "no-such-shape" in done.output
+    assert run("bench", "--no-such-option").exit_code == 2
 
 
 def test_info_shows_each_operation():

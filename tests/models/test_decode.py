@@ -11,11 +11,12 @@ from flax import nnx
 
 from models import decode
 from models.decode import attend_by_selector
-from models.ouro import Ouro, OuroConfig
+from models.ouro import Ouro
 from sparse_jax import paging, selectors
+from tests.models.configs import small_ouro
 
 PAGE_SIZE, REQUESTS, PAGES = 4, 4, 40  # one shape for all tests: compiling is what takes time here
-CONFIG = OuroConfig.test(num_layers=2, loops=3, init=dataclasses.replace(OuroConfig.test().init, gate_std=4.0))
+CONFIG = small_ouro(num_layers=2, loops=3, init=dataclasses.replace(small_ouro().init, gate_std=4.0))
 DENSE = selectors.get("dense")
 PROMPTS = (5, 12, 1, 4)
 RNG = np.random.default_rng(0)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.exit_gate import exit_log_probabilities, exit_loop, exit_probabilities, select_exit
+from models.exit_gate import exit_log_probabilities, exit_loop, select_exit
 
 
 def logit(p):
@@ -12,7 +12,7 @@ def logit(p):
 
 
 def test_probabilities_by_hand():
-    p = exit_probabilities(logit([0.1, 0.5, 0.25, 0.9]))  # the last lambda does not matter
+    p = jnp.exp(exit_log_probabilities(logit([0.1, 0.5, 0.25, 0.9])))  # the last lambda does not matter
     np.testing.assert_allclose(p, [0.1, 0.9 * 0.5, 0.9 * 0.5 * 0.25, 0.9 * 0.5 * 0.75], rtol=1e-6)
     assert float(p.sum()) == pytest.approx(1.0, abs=1e-6)
 
@@ -21,8 +21,9 @@ def test_probabilities_by_hand():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_probabilities_sum_to_one_with_finite_gradients(gate, dtype):
     gates = jnp.full((4, 2), gate, dtype)
-    assert exit_probabilities(gates).dtype == jnp.float32
-    np.testing.assert_allclose(exit_probabilities(gates).sum(axis=0), 1.0, atol=1e-6)
+    log_p = exit_log_probabilities(gates)
+    assert log_p.dtype == jnp.float32
+    np.testing.assert_allclose(jnp.exp(log_p).sum(axis=0), 1.0, atol=1e-6)
 
     def entropy(gates):
         log_p = exit_log_probabilities(gates)

@@ -9,11 +9,12 @@ from flax import nnx
 
 from models import generate as generation
 from models.generate import generate
-from models.ouro import Ouro, OuroConfig
+from models.ouro import Ouro
 from models.sampling import Sampling
 from sparse_jax import paging, selectors
+from tests.models.configs import small_ouro
 
-CONFIG = OuroConfig.test(num_layers=1, loops=3, init=dataclasses.replace(OuroConfig.test().init, gate_std=4.0))
+CONFIG = small_ouro(num_layers=1, loops=3, init=dataclasses.replace(small_ouro().init, gate_std=4.0))
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 64, length).tolist() for length in (5, 14, 9)]
 LIMITS = [20, 7, 13]

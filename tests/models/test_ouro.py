@@ -1,6 +1,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 from models.ouro import Ouro, OuroConfig, RMSNorm, rotary
+from tests.models.configs import small_ouro
 
 
 def parameters(config: OuroConfig) -> int:
@@ -20,7 +22,7 @@ forward = nnx.jit(lambda model, tokens: model.forward(tokens))
 
 @pytest.fixture(scope="module")
 def model() -> Ouro:
-    return Ouro(OuroConfig.test(), rngs=nnx.Rngs(0))
+    return Ouro(small_ouro(), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +54,13 @@ def test_planes_are_loops_times_layers():
 )
 def test_configuration_refuses_what_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
-        OuroConfig.test(**changes)
+        small_ouro(**changes)
 
 
 def test_configuration_is_hashable_and_init_does_not_change_its_meaning():
     tiny = OuroConfig.tiny()
     assert hash(tiny) == hash(OuroConfig.tiny())
-    assert tiny == dataclasses.replace(tiny, init=OuroConfig.test().init)
+    assert tiny == dataclasses.replace(tiny, init=small_ouro().init)
 
 
 def test_tiny_starts_as_its_recipe_says():
@@ -81,21 +83,17 @@ def test_tiny_starts_as_its_recipe_says():
 
 
 def test_dtypes_bf16_stream_float32_parameters_gate_and_logits():
-    model = Ouro(OuroConfig.test(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model = Ouro(small_ouro(), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.float32)}
     output = forward(model, jnp.arange(6)[None])
-    assert output.hidden.shape == (4, 1, 6, 32)
-    assert output.hidden.dtype == jnp.bfloat16
-    assert output.gate_logits.shape == (4, 1, 6)
-    assert output.gate_logits.dtype == jnp.float32
-    logits = model.logits(output.hidden)
-    assert logits.shape == (4, 1, 6, 64)
-    assert logits.dtype == jnp.float32
+    arrays = [output.hidden, output.gate_logits, model.logits(output.hidden)]
+    chex.assert_shape(arrays, [(4, 1, 6, 32), (4, 1, 6), (4, 1, 6, 64)])
+    chex.assert_type(arrays, [jnp.bfloat16, jnp.float32, jnp.float32])
 
 
 def test_one_hot_embedding_is_the_gather(model):
     tokens = jnp.arange(12).reshape(2, 6) % 64
-    other = Ouro(OuroConfig.test(), rngs=nnx.Rngs(0), embedding="one_hot")
+    other = Ouro(small_ouro(), rngs=nnx.Rngs(0), embedding="one_hot")
     np.testing.assert_allclose(other.embed(tokens), model.embed(tokens), rtol=1e-6)
 
 

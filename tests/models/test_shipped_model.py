@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from models import checkpoints, model_card, quality, tasks, text, train
+from models import checkpoints, tasks, train
 from models.cli import app
+from models.training import corpora, model_card, quality
 
 FOLDER = checkpoints.resolve("ouro-tiny")
 METRICS = json.loads((FOLDER / "metrics.json").read_text())
@@ -59,20 +60,20 @@ def score():
 
 @pytest.mark.slow
 def test_it_finds_one_of_four_keys(score):
-    result = quality.task(score, "keys4", 1024, [text.excerpt()], count=32, seed=1)
+    result = quality.task(score, "keys4", 1024, [corpora.excerpt()], count=32, seed=1)
     assert result.exact[-1] >= 0.95
 
 
 @pytest.mark.slow
 def test_it_predicts_held_out_text(score):
-    result = quality.text(score, text.excerpt(), 1024)  # a shape that is compiled already
+    result = quality.text(score, corpora.excerpt(), 1024)  # a shape that is compiled already
     assert result.ce[-1] <= 1.06
     assert result.ce[-1] <= result.ce[1]
 
 
 @pytest.mark.slow
 def test_long_chains_need_the_last_loop(score):
-    result = quality.task(score, "chain6", 512, [text.excerpt()], count=32, seed=1)
+    result = quality.task(score, "chain6", 512, [corpora.excerpt()], count=32, seed=1)
     assert result.exact[-1] >= result.exact[1] + 0.5
     assert result.exact[-1] >= result.exact[2] + 0.5
     assert result.exits[-1] >= 0.9  # and the gate knows it
@@ -85,7 +86,7 @@ PROMPT = 2000
 
 def passkey_prompts(rng: np.random.Generator, gaps: list[int]) -> tuple[list[str], list[str]]:
     """Prompts of PROMPT bytes of held-out text and their pass keys; gap: bytes between the key and the prompt's end."""
-    source, texts, keys = text.excerpt(), [], []
+    source, texts, keys = corpora.excerpt(), [], []
     for gap in gaps:
         key = tasks.digits(rng, 5)
         statement = tasks.passkey_statement(key).text

@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from models import tasks, text
+from models import tasks
+from models.training import corpora
 
-FILLER = text.excerpt()
+FILLER = corpora.excerpt()
 WORDS = tasks.common_words(FILLER)
 SOURCES = (FILLER, FILLER[::-1].copy())
 

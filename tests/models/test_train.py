@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import batches, checkpoints, objective, optimizers, quality, tasks, text, train
+from models import checkpoints, tasks, train
 from models.ouro import Ouro, OuroConfig
-from models.recipes import Phase
+from models.training import batches, corpora, objective, optimizers, quality
+from models.training.recipes import Phase
 
 SMALL = OuroConfig.tiny(
     hidden_size=32,
@@ -31,8 +32,8 @@ SMALL = OuroConfig.tiny(
 def texts(tmp_path_factory):
     """A folder with two short texts."""
     folder = tmp_path_factory.mktemp("texts")
-    (folder / "kjv.txt").write_bytes(text.excerpt().tobytes() * 2)
-    (folder / "jargon.txt").write_bytes(text.excerpt().tobytes()[::-1])
+    (folder / "kjv.txt").write_bytes(corpora.excerpt().tobytes() * 2)
+    (folder / "jargon.txt").write_bytes(corpora.excerpt().tobytes()[::-1])
     return folder
 
 
@@ -202,7 +203,7 @@ def test_smoke_training_learns(texts, tmp_path):
     loaded, model = checkpoints.load(tmp_path, dtype=jnp.float32)
     assert dataclasses.replace(loaded, init=config.model.init) == config.model
     score = quality.Scorer(model, config.evaluation_tokens)
-    again = quality.text(score, text.load(texts)["kjv"].held_out, 128)
+    again = quality.text(score, corpora.load(texts)["kjv"].held_out, 128)
     np.testing.assert_allclose(again.ce, metrics["text"]["kjv"]["128"]["ce"], atol=2e-4)
 
 

@@ -1,5 +1,6 @@
 """The slot pool: leases, holders, the liveness check, and calls with anything in them."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +28,7 @@ def invariants(pool):
 
 
 def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b)
 
 
 def test_slots_go_out_in_order_and_come_back():

@@ -13,9 +13,9 @@ guided (`Mixture.guided`, a target at every link) "wide" followed none either.
 import dataclasses
 from typing import Any
 
-from models.objective import Objective
 from models.ouro import OuroConfig
 from models.tasks import EVALUATION_TASKS, Mixture
+from models.training.objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ from typing import IO
 
 import numpy as np
 
-from models import tasks, text
+from models import tasks
+from models.training import corpora
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Maker:
     """Makes batches from the texts of one folder."""
 
     def __init__(self, folder: str | pathlib.Path, seed: int):
-        corpora = text.load(folder)
-        self.sources = corpora["kjv"].train, corpora["jargon"].train
+        texts = corpora.load(folder)
+        self.sources = texts["kjv"].train, texts["jargon"].train
         self.words = tasks.common_words(self.sources[0])
         self.seed = seed
 
@@ -70,9 +71,9 @@ class Workers:
     def __init__(self, folder: str | pathlib.Path, seed: int, count: int):
         self.pending: list[Request] = []
         self.maker = Maker(folder, seed) if count == 0 else None
-        command = [sys.executable, "-m", "models.batches", str(folder), str(seed)]
-        package = str(pathlib.Path(__file__).resolve().parents[1])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "models.training.batches", str(folder), str(seed)]
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0)
@@ -86,7 +87,7 @@ class Workers:
         self.close()
 
     def ask(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request. Raises RuntimeError when the worker that should make it has ended."""
         self.pending.append(request)
         if self.processes:
             line = json.dumps(dataclasses.asdict(request)) + "\n"

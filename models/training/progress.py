@@ -10,7 +10,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from models.objective import LossParts
+from models.training.objective import LossParts
 
 KINDS = ("text", "answers", "chains", "links")
 """Rows of `LossParts.ce`, in the words of the log."""

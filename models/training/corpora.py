@@ -3,7 +3,7 @@
 Training reads two plain ASCII files, `kjv.txt` and `jargon.txt`, from one folder. Debian carries both texts:
 
     apt-get install bible-kjv dict-jargon
-    python -m models.text --out .data
+    python -m models.training.corpora --out .data
 
 `kjv.txt` has one verse a line ("Ge1:1 In the beginning ..."), as the reader `bible -f` prints it. `jargon.txt` is the
 lexicon of the dictionary without its database header. Any two text files with these names do as well.
@@ -83,7 +83,7 @@ def load(folder: str | pathlib.Path) -> dict[str, Corpus]:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing. On Debian: apt-get install bible-kjv dict-jargon, "
-                f"then python -m models.text --out {folder}"
+                f"then python -m models.training.corpora --out {folder}"
             )
         corpora[name] = split(path.read_bytes(), share)
     return corpora
@@ -96,7 +96,10 @@ def excerpt() -> np.ndarray:
 
 
 def read_kjv(command: str = "bible") -> str:
-    """The whole King James Bible from the reader of the Debian package `bible-kjv`, one verse a line."""
+    """The whole King James Bible from the reader of the Debian package `bible-kjv`, one verse a line.
+
+    Raises FileNotFoundError where the reader is not installed, and CalledProcessError where it fails.
+    """
     try:
         verses = subprocess.run([command, "-f", "Gen1:1-Rev22:21"], capture_output=True, check=True, text=True)
     except FileNotFoundError as error:
@@ -105,7 +108,10 @@ def read_kjv(command: str = "bible") -> str:
 
 
 def read_jargon(path: str | pathlib.Path = JARGON_DICTIONARY) -> str:
-    """The lexicon of the Jargon File from the dictionary of the Debian package `dict-jargon` (gzip or plain)."""
+    """The lexicon of the Jargon File from the dictionary of the Debian package `dict-jargon` (gzip or plain).
+
+    Raises FileNotFoundError where there is no such file, and UnicodeDecodeError where it is not UTF-8.
+    """
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing. On Debian: apt-get install dict-jargon")
@@ -117,8 +123,8 @@ def read_jargon(path: str | pathlib.Path = JARGON_DICTIONARY) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write both files; the entry of `python -m models.text`."""
-    parser = argparse.ArgumentParser(prog="python -m models.text", description=__doc__.splitlines()[0])
+    """Write both files; the entry of `python -m models.training.corpora`."""
+    parser = argparse.ArgumentParser(prog="python -m models.training.corpora", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".data"), help="folder to write to")
     parser.add_argument("--reader", default="bible", help="the program of the Debian package bible-kjv")
     parser.add_argument("--dictionary", type=pathlib.Path, default=JARGON_DICTIONARY, help="the file of dict-jargon")

@@ -23,12 +23,7 @@ class Objective:
     """Weights of the loss. `label_weights` go by label: see `models.tasks`."""
 
     floor: float = 0.2  # f
-    shares: tuple[float, ...] = (
-        0.1,
-        0.15,
-        0.25,
-        0.5,
-    )  # s_u, normalised; late loops more, so that they are worth their time
+    shares: tuple[float, ...] = (0.1, 0.15, 0.25, 0.5)  # s_u, normalised; late loops more, to be worth their time
     entropy: float = 0.1  # beta
     label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 12.0, 6.0)  # the last one for all from BEHIND on
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
@@ -38,13 +33,12 @@ class LossParts(NamedTuple):
     """What a step reports: means over its tokens."""
 
     loss: jax.Array  # f32[]
-    ce: (
-        jax.Array
-    )  # f32[4, U] nats a byte of text, answers, chain answers, digits behind links; NaN where there are none
+    ce: jax.Array  # f32[4, U] nats a byte; rows as in REPORTED, NaN where there is no such byte
     exits: jax.Array  # f32[4, U] mean exit probabilities at the same bytes
 
 
 REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN, tasks.BEHIND)
+"""Rows of `LossParts`: text, answers, chain answers, digits behind links."""
 
 
 class DroppedBranch:

@@ -16,7 +16,7 @@ Vocabulary: 256 bytes, BOS 256 in front of every sequence, 257 ends one (never t
 
 Make it again (on Debian, `apt-get install bible-kjv dict-jargon` first):
 
-    python -m models.text --out .data
+    python -m models.training.corpora --out .data
     {command}
 
 The same seed does not give the same bits where the run is counted in minutes.

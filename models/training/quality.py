@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models import objective, tasks
+from models import tasks
 from models.ouro import Ouro
+from models.training import objective
 
 LENGTHS = (512, 1024, 2048, 4096)
 

@@ -10,6 +10,7 @@ from pallas_kernels import lowering
 
 # Programs that run at once where each holds three stages of 32 KB: two on each multiprocessor.
 WAVE = 2 * lowering.MULTIPROCESSORS
+INT32_MAX = 2**31 - 1
 MOST_STAGE_BYTES = 160 * 1024  # of 227 KB shared memory; queries and probabilities need some too
 
 
@@ -22,8 +23,7 @@ class Config:
     num_warps, num_stages: warps of a program, depth of its software pipeline.
     splits: programs that share the keys of one row; their results are merged.
     exact: split boundaries depend on the widths of the arrays alone, never on the number of rows or on their lengths,
-    so that a row's bits do
-        not depend on what else is in the batch.
+        so that a row's bits do not depend on what else is in the batch.
 
     Raises ValueError for a field that no kernel can use.
     """

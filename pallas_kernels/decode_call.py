@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Launch
+from pallas_kernels.config import Config, Launch, resolve
 
 
 class Program(NamedTuple):
@@ -38,6 +38,18 @@ class Shape:
     value_width: int
     scale: float
     soft_cap: float | None
+
+    def launch(self, config: Config | None, tokens: int, dtype: Any) -> Launch:
+        """Decides the tuning values; tokens is the static bound of a row's keys, dtype that of the cache."""
+        return resolve(
+            config,
+            groups=self.groups * self.kv_heads,
+            rows=self.rows,
+            tokens=tokens,
+            key_width=self.key_width,
+            value_width=self.value_width,
+            dtype=dtype,
+        )
 
     def tiles(self, launch: Launch) -> int:
         """Programs that share the query rows of one (group, KV head)."""

@@ -92,6 +92,11 @@ def _raise(message: str) -> Any:
 _mlir.register_lowering(_unavailable_p, lambda ctx, *, message, avals: _raise(message))
 
 
+def names_kernel(lowered: str) -> bool:
+    """Whether the text of a lowered computation calls a kernel of this lowering."""
+    return "triton" in lowered
+
+
 def unavailable(message: str, like: Callable[..., Any], *operands: Any) -> Any:
     """What `like(*operands)` returns, for tracing only: raises ValueError(message) when it is lowered."""
     jaxpr, results = jax.make_jaxpr(like, return_shape=True)(*operands)

@@ -106,11 +106,12 @@ def attend(
         middle = jnp.clip(uniform_until, first, jnp.maximum(first, last))
         carry = lax.fori_loop(first, middle, functools.partial(step, mixed=False), carry)
         carry = lax.fori_loop(middle, last, functools.partial(step, mixed=True), carry)
-    _write(carry, out_ref, lse_ref, program=program, shape=shape)
+    factor = scales["v"][0] if scales["v"] is not None and scales["v"].ndim == 1 else None
+    _write(carry, factor, out_ref, lse_ref, program=program, shape=shape)
 
 
-def _write(carry: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape) -> None:
-    """Divides by the softmax sum and stores the rows that exist."""
+def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape) -> None:
+    """Divides by the softmax sum, multiplies by the scale of all values, and stores the rows that exist."""
     group, head, split, rows = program
     is_row = rows < shape.rows
     m, l, acc = carry
@@ -120,7 +121,8 @@ def _write(carry: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: S
     )
     for (cols, inside), part in zip(_columns(shape.value_width), acc, strict=True):
         # Selected, not divided: a padding row next to rows that attend a NaN must still be 0.
-        out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None]).astype(out_ref.dtype)
+        out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None])
+        out = (out if factor is None else out * factor).astype(out_ref.dtype)
         lowering.store(
             out_ref.at[split, group, head, rows[:, None], cols[None, :]], out, mask=is_row[:, None] & inside[None, :]
         )
@@ -201,7 +203,12 @@ def _attend_block(
     decay = jnp.exp2(m - shift)
     p = jnp.exp2(s - shift[:, None])
     l = l * decay + jnp.sum(p, axis=1)
-    p = p if scales["v"] is None else p * _token_scale(scales["v"], keys, program.head)
+    if scales["v"] is not None and scales["v"].ndim > 1:
+        v_scale = _token_scale(scales["v"], keys, program.head)
+        if compute == jnp.float16:  # its range would not hold p times a large scale
+            v = [(part.astype(jnp.float32) * v_scale[:, None]).astype(compute) for part in v]
+        else:
+            p = jnp.where(keys.visible, p * v_scale, 0.0) if mixed else p * v_scale
     acc = tuple(
         part * decay[:, None] + _weighted_sum(p, value, keys, compute, mixed)
         for part, value in zip(acc, v, strict=True)
@@ -221,13 +228,3 @@ def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: b
     sees = jnp.broadcast_to(keys.visible, p.shape).astype(jnp.bfloat16)
     poisoned = lowering.dot(sees, jnp.where(finite, 0.0, 1.0).astype(jnp.bfloat16))
     return jnp.where(poisoned > 0, jnp.nan, clean)
-
-
-def visibility(position: jax.Array, present: jax.Array, row_position: jax.Array, window: int | None) -> jax.Array:
-    """Which row sees which key: present ones up to its own position, and with a window only that many of them.
-
-    position i32[block], present bool[block], row_position i32[rows] or i32[1]; negative positions mean absent, on both
-    sides. Returns bool[rows, block] or bool[1, block].
-    """
-    visible = (present & (position >= 0))[None, :] & (position[None, :] <= row_position[:, None])
-    return visible if window is None else visible & (position[None, :] > row_position[:, None] - window)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import (
     Shape,
     decode_shape,
@@ -24,8 +24,8 @@ from pallas_kernels.decode_call import (
     this_program,
     to_tiles,
 )
-from pallas_kernels.online_softmax import Keys, attend, visibility
-from pallas_kernels.paged_decode import of_head, row_positions, true_positions
+from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.positions import of_head, row_positions, true_positions, visibility
 
 
 def page_sparse_decode_kernel(
@@ -117,15 +117,7 @@ def page_sparse_decode(
     repeat = page_indices.shape[1]
     shape = decode_shape(q, k_pages, v_pages, per_token=repeat > 1, scale=scale, soft_cap=soft_cap)
     listed = page_indices.shape[-1] * shape.page_size
-    launch = resolve(
-        config,
-        groups=shape.groups * shape.kv_heads,
-        rows=shape.rows,
-        tokens=listed,
-        key_width=shape.key_width,
-        value_width=shape.value_width,
-        dtype=k_pages.dtype,
-    )
+    launch = shape.launch(config, listed, k_pages.dtype)
     lists = page_indices.reshape(shape.groups, shape.kv_heads, -1)
     out, lse, scores = launch_splits(
         functools.partial(page_sparse_decode_kernel, repeat=repeat, window=window, shape=shape, launch=launch),

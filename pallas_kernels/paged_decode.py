@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import (
     Program,
     Shape,
@@ -25,7 +25,8 @@ from pallas_kernels.decode_call import (
     this_program,
     to_tiles,
 )
-from pallas_kernels.online_softmax import Keys, attend, visibility
+from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.positions import of_head, row_positions, true_positions, visibility
 
 
 def paged_decode_kernel(
@@ -83,36 +84,11 @@ def paged_decode_kernel(
     )  # fmt: skip
 
 
-def of_head(ref: Any, head: jax.Array) -> jax.Array | int:
-    """The head axis of a table or of lengths may be shared by all KV heads."""
-    return 0 if ref.shape[1] == 1 else head
-
-
-def row_positions(
-    program: Program, length: jax.Array, q_positions_ref: Any, shape: Shape, repeat: int = 1
-) -> jax.Array:
-    """True position of each query row: i32[block_rows], or i32[1] when all rows are one token. -1 or less sees nothing.
-
-    repeat: consecutive groups of one request, each with its own token (t is the group within the request).
-    """
-    t_rows = shape.rows // shape.group_size
-    if t_rows == 1:
-        t = lax.rem(program.group, jnp.int32(repeat))
-        if q_positions_ref is None:
-            return jnp.broadcast_to(length - repeat + t, (1,))
-        return jnp.broadcast_to(q_positions_ref[lax.div(program.group, jnp.int32(repeat)), t], (1,))
-    t = lax.div(program.rows, jnp.int32(shape.group_size))
-    is_row = program.rows < shape.rows
-    if q_positions_ref is None:
-        return jnp.where(is_row, length - t_rows + t, -1)
-    return lowering.load(q_positions_ref.at[program.group, jnp.where(is_row, t, 0)], mask=is_row, other=-1)
-
-
 def table_pages(
-    table_ref: Any, program: Program, start: jax.Array, lane: jax.Array, shape: Shape, repeat: int = 1
+    table_ref: Any, program: Program, start: jax.Array, lane: jax.Array, shape: Shape
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(page, offset, present) of the keys start + lane; one scalar page where the block lies inside a page."""
-    request, head = lax.div(program.group, jnp.int32(repeat)), of_head(table_ref, program.head)
+    request, head = program.group, of_head(table_ref, program.head)
     page_size, width = shape.page_size, table_ref.shape[-1]
     if page_size >= lane.size:
         page = table_ref[request, head, lax.div(start, jnp.int32(page_size))]
@@ -130,15 +106,6 @@ def table_pages(
     return jnp.where(present, page, 0), offset, jnp.broadcast_to(present, lane.shape)
 
 
-def true_positions(
-    key_positions_ref: Any, index: jax.Array, page: jax.Array, offset: jax.Array, present: jax.Array, program: Program
-) -> jax.Array:
-    """i32[block] true positions: the place in the table, unless the keys were moved."""
-    if key_positions_ref is None:
-        return index
-    return lowering.load(key_positions_ref.at[page, program.head, offset], mask=present, other=-1)
-
-
 def paged_decode(
     q: jax.Array,
     k_pages: jax.Array,
@@ -153,7 +120,6 @@ def paged_decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-    return_scores: bool = False,
     out_dtype: Any,
     config: Config | None,
     interpret: bool,
@@ -166,17 +132,8 @@ def paged_decode(
     Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits) lse f32[splits, B, T, Hq], to be merged,
     and no scores.
     """
-    assert not return_scores, "the dense operation returns no weights"
     shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap)
-    launch = resolve(
-        config,
-        groups=shape.groups * shape.kv_heads,
-        rows=shape.rows,
-        tokens=page_table.shape[-1] * shape.page_size,
-        key_width=shape.key_width,
-        value_width=shape.value_width,
-        dtype=k_pages.dtype,
-    )
+    launch = shape.launch(config, page_table.shape[-1] * shape.page_size, k_pages.dtype)
     out, lse, _ = launch_splits(
         functools.partial(paged_decode_kernel, window=window, shape=shape, launch=launch),
         (

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.config import INT32_MAX, Config, Launch
 from pallas_kernels.decode_call import (
     Shape,
     decode_shape,
@@ -25,8 +25,6 @@ from pallas_kernels.decode_call import (
     to_tiles,
 )
 from pallas_kernels.online_softmax import Keys, attend
-
-INT32_MAX = 2**31 - 1
 
 
 def token_sparse_decode_kernel(
@@ -89,15 +87,7 @@ def token_sparse_decode(
     are several splits), lse f32[splits, B, T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
     """
     shape = decode_shape(q, k_pages, v_pages, per_token=slots.shape[1] > 1, scale=scale, soft_cap=soft_cap)
-    launch = resolve(
-        config,
-        groups=shape.groups * shape.kv_heads,
-        rows=shape.rows,
-        tokens=slots.shape[-1],
-        key_width=shape.key_width,
-        value_width=shape.value_width,
-        dtype=k_pages.dtype,
-    )
+    launch = shape.launch(config, slots.shape[-1], k_pages.dtype)
     out, lse, scores = launch_splits(
         functools.partial(token_sparse_decode_kernel, shape=shape, launch=launch),
         (

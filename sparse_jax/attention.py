@@ -14,31 +14,34 @@ import pallas_kernels
 from pallas_kernels import Config
 from sparse_jax import xla
 from sparse_jax.attention_call import AttentionOutput, Call, Operation
-from sparse_jax.validation import debug_ids, debug_lengths
+from sparse_jax.validation import INT32_MAX, debug_ids, debug_lengths
 
 
-def _check_paged(k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, *rest: Any) -> None:
+def _check_paged(k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, *positions: jax.Array | None) -> None:
     debug_ids("page_table", page_table, k_pages.shape[0])
     debug_lengths("lengths", lengths, page_table.shape[-1] * k_pages.shape[2])
+    for name, array in zip(("q_positions", "key_positions"), positions, strict=True):
+        if array is not None:
+            debug_ids(name, array, INT32_MAX)
 
 
 def _check_page_sparse(
-    k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, page_indices: jax.Array, *rest: Any
+    k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array, page_indices: jax.Array, *positions: jax.Array | None
 ) -> None:
-    _check_paged(k_pages, page_table, lengths)
+    _check_paged(k_pages, page_table, lengths, *positions)
     debug_ids("page_indices", page_indices, page_table.shape[-1])
 
 
 def _check_token_sparse(k_pages: jax.Array, slots: jax.Array) -> None:
-    debug_ids("slots", slots, k_pages.shape[0] * k_pages.shape[2])
+    debug_ids("slots", slots, min(k_pages.shape[0] * k_pages.shape[2], INT32_MAX))
 
 
-_PAGED = Operation(xla.paged_attention, pallas_kernels.paged_decode, _check_paged, has_window=True)
+_PAGED = Operation(xla.paged_attention, pallas_kernels.paged_decode, _check_paged, windowed=True, weighted=False)
 _PAGE_SPARSE = Operation(
-    xla.page_sparse_attention, pallas_kernels.page_sparse_decode, _check_page_sparse, has_window=True
+    xla.page_sparse_attention, pallas_kernels.page_sparse_decode, _check_page_sparse, windowed=True, weighted=True
 )
 _TOKEN_SPARSE = Operation(
-    xla.token_sparse_attention, pallas_kernels.token_sparse_decode, _check_token_sparse, has_window=False
+    xla.token_sparse_attention, pallas_kernels.token_sparse_decode, _check_token_sparse, windowed=False, weighted=True
 )
 
 
@@ -72,15 +75,15 @@ def paged_attention(
     q_positions: i32[B] or i32[B, T], other positions of the rows; -1 makes a padding row, which sees nothing.
     key_positions: i32[N, Hkv, P] true positions of the keys where they are not the place in the table.
     scale: default D ** -0.5. window: sees that many tokens, its own included. soft_cap: cap * tanh(score / cap).
-    sinks: f32[Hq], one more term of each softmax sum. k_scale, v_scale: f32[] or f32[N, Hkv, P], multiply the stored
-    values.
+    sinks: f32[Hq], one more term of each softmax sum.
+    k_scale, v_scale: f32[] or f32[N, Hkv, P], multiply the stored values.
     out_dtype: default that of q. out_scale: f32[], the stored result times it is the real one.
-    implementation: None (best for the platform), "xla", "triton" or "interpret". config: tuning values.
+    implementation: None (best for the platform), "xla", "triton" or "interpret".
+    config: tuning values of the kernel.
 
     float32 operands are multiplied in full precision. Raises ValueError (with the values) for shapes, dtypes and
     options that do not fit, NotImplementedError where only another implementation supports them. Source: Kwon et al.,
-    PagedAttention, arXiv 2309.06180; split over the
-    sequence: Dao et al., Flash-Decoding.
+    PagedAttention, arXiv 2309.06180; split over the sequence: Dao et al., Flash-Decoding.
     """
     call = Call.of(q, k_pages, v_pages, sinks, k_scale, v_scale, out_scale)
     page_table, lengths = call.table(page_table, lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Config
 from sparse_jax import dispatch
-from sparse_jax.validation import CACHE_DTYPES, INT32_MAX, as_array, as_float, as_ids, check_shape, require
+from sparse_jax.validation import CACHE_DTYPES, INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, require
 from sparse_jax.xla.merge_attention import merge_attention
 
 E4M3_MAX = 448.0
@@ -23,8 +24,7 @@ class AttentionOutput(NamedTuple):
 
     out: [B, Hq, Dv] or [B, T, Hq, Dv], like q; 0 for a row without a valid key.
     lse: f32[B, Hq] or f32[B, T, Hq], natural logarithm of the sum of exp(score), without sinks; -inf for such a row.
-    weights: None, or float32 probabilities of the chosen tokens per query head [..., Hq, C] (pages: C * P), 0 where
-    absent.
+    weights: None, or float32 probabilities of the chosen tokens per query head [..., Hq, C] (pages: C * P); absent 0.
     """
 
     out: jax.Array
@@ -41,7 +41,8 @@ class Operation(NamedTuple):
     meaning: Callable[..., Any]
     kernel: Callable[..., Any]
     check: Callable[..., None]
-    has_window: bool
+    windowed: bool  # takes a window
+    weighted: bool  # can return weights; then its kernel takes return_scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,9 @@ class Call:
         page_table, lengths = as_ids("page_table", page_table), as_ids("lengths", lengths)
         check_shape("page_table", page_table, (batch, None), (batch, kv_heads, None))
         check_shape("lengths", lengths, (batch,), (batch, kv_heads))
-        require(page_table.shape[-1] >= 1, f"page_table must have at least one column, got {list(page_table.shape)}")
+        width, page_size = page_table.shape[-1], self.k_pages.shape[2]
+        require(width >= 1, f"page_table must have at least one column, got {list(page_table.shape)}")
+        require(width * page_size <= INT32_MAX, f"W * P must fit in 32 bits, got {width} * {page_size}")
         return page_table if page_table.ndim == 3 else page_table[:, None], lengths if lengths.ndim == 2 else lengths[
             :, None
         ]
@@ -148,18 +151,20 @@ class Call:
             out_dtype in [jnp.dtype(d) for d in CACHE_DTYPES],
             f"out_dtype must be one of {[jnp.dtype(d).name for d in CACHE_DTYPES]}, got {out_dtype}",
         )
+        window = None if window is None else as_int("window", window)
         require(window is None or window >= 1, f"window must be at least 1 token, got {window}")
         require(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, got {soft_cap}")
         require(config is None or isinstance(config, Config), f"config must be a Config, got {config!r}")
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
-        require(isinstance(scale, (int, float)), f"scale must be a Python number, got {scale!r}")
+        is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
+        require(is_number, f"scale must be a finite Python number, got {scale!r}")
         return Options(
             scale=float(scale),
             soft_cap=None if soft_cap is None else float(soft_cap),
             out_dtype=out_dtype,
             implementation=implementation,
             config=config,
-            window=None if window is None else min(int(window), INT32_MAX),
+            window=None if window is None else min(window, INT32_MAX),
             return_weights=return_weights,
         )
 
@@ -209,8 +214,9 @@ def _compute(
     common = {
         "scale": options.scale,
         "soft_cap": options.soft_cap,
-        **({"window": options.window} if operation.has_window else {}),
+        **({"window": options.window} if operation.windowed else {}),
     }
+    scores = {"return_scores": options.return_weights} if operation.weighted else {}
     plain = all(extra is None for extra in extras) and jnp.dtype(options.out_dtype).itemsize > 1
 
     # Everything that is differentiated is an argument, none is captured.
@@ -221,15 +227,10 @@ def _compute(
     def kernel(args: Any, extras: Any, *, interpret: bool) -> AttentionOutput:
         # With nothing left to do after the merge, a single split writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
-        outs, lses, scores = operation.kernel(
-            *args,
-            **common,
-            return_scores=options.return_weights,
-            out_dtype=out_dtype,
-            config=options.config,
-            interpret=interpret,
+        outs, lses, raw = operation.kernel(
+            *args, **common, **scores, out_dtype=out_dtype, config=options.config, interpret=interpret
         )
-        return _finish(outs, lses, scores, extras, options)
+        return _finish(outs, lses, raw, extras, options)
 
     return dispatch.run(
         options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import sparse_jax
+from pallas_kernels import lowering
 
 PACKAGES = ("sparse-jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "torch")
 OLDEST_CAPABILITY = 8.0  # Pallas' Triton lowering needs Ampere or newer
@@ -80,7 +81,7 @@ def operation(call: Callable[[], Any], has_kernel: bool) -> dict[str, str]:
         lowered = jax.jit(call).lower().as_text()
     except Exception as error:  # a report must also come out where an operation does not work
         return {"implementation": "none", "why": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
-    if "triton" in lowered:
+    if lowering.names_kernel(lowered):
         return {
             "implementation": "triton",
             "why": f"JAX runs on {device.device_kind}, which the Pallas kernels support",

@@ -11,7 +11,8 @@ import numpy as np
 
 from sparse_jax import xla
 from sparse_jax.attention_call import AttentionOutput
-from sparse_jax.validation import as_array, as_float, as_ids, check_shape, debug_ids, require
+from sparse_jax.dispatch import IMPLEMENTATIONS
+from sparse_jax.validation import INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, debug_ids, require
 
 
 def to_slots(
@@ -29,22 +30,19 @@ def to_slots(
     """Token ids of requests to physical slots `page id * page_stride + token id % page_size`.
 
     token_ids: i32[R, C] or i32[R, Hkv, C], positions inside the request; -1 is absent.
-    page_table: i32[B, W] or i32[B, Hkv, W] page ids. request_ids: i32[R], the table row of each row; one out of range
-    gives -1.
-    lengths: i32[B]; ids at or beyond the length are absent. page_stride: rows from one page to the next, default
-    page_size. workspace_request_ids i32[R] (-1 = ordinary row), workspace_starts i32[workspaces]: such a row gives
-    `start + id` instead.
+    page_table: i32[B, W] or i32[B, Hkv, W] page ids.
+    request_ids: i32[R], R rows of any number for a request: the table row of each; one out of range gives -1.
+    lengths: i32[B]; ids at or beyond the length are absent.
+    page_stride: rows from one page to the next, default page_size.
+    workspace_request_ids: i32[R], -1 = ordinary row; workspace_starts: i32[workspaces]. Such a row gives `start + id`.
     compact: move the valid slots of a row to the front, in their order.
 
-    Returns i32[R, C], or i32[R, Hkv, C] if ids or table have heads; with compact=True (slots, counts i32[R] or i32[R,
-    Hkv]). Ids beyond the table, absent pages and padding rows give -1. Raises ValueError for shapes that do not fit and
-    a page_stride below page_size.
+    Returns i32[R, C], or i32[R, Hkv, C] if ids or table have heads; with compact=True also their counts, without the
+    last axis. Ids beyond the table, absent pages and padding rows give -1. Raises ValueError for shapes that do not fit
+    and a page_stride below page_size. Source: the slot mapping of vLLM's sparse MLA.
     """
-    token_ids, page_table, request_ids = (
-        as_ids("token_ids", token_ids),
-        as_ids("page_table", page_table),
-        as_ids("request_ids", request_ids),
-    )
+    token_ids, page_table = as_ids("token_ids", token_ids), as_ids("page_table", page_table)
+    request_ids = as_ids("request_ids", request_ids)
     check_shape("token_ids", token_ids, (None, None), (None, None, None))
     heads = [a.shape[1] for a in (token_ids, page_table) if a.ndim == 3]
     check_shape("page_table", page_table, (None, None), (None, heads[0] if heads else None, None))
@@ -53,8 +51,9 @@ def to_slots(
         request_ids.shape == (rows,),
         f"request_ids must cover the rows of token_ids, [{rows}], got {list(request_ids.shape)}",
     )
+    page_size = as_int("page_size", page_size)
     require(page_size >= 1 and page_size & (page_size - 1) == 0, f"page_size must be a power of two, got {page_size}")
-    page_stride = page_size if page_stride is None else page_stride
+    page_stride = page_size if page_stride is None else as_int("page_stride", page_stride)
     require(page_stride >= page_size, f"page_stride must be at least page_size, got {page_stride} and {page_size}")
     given = (workspace_request_ids is not None, workspace_starts is not None)
     require(given[0] == given[1], f"workspace_request_ids and workspace_starts go together, got {given}")
@@ -76,7 +75,10 @@ def to_slots(
 def _to_slots(arrays: tuple[Any, ...], *, page_size: int, page_stride: int, packed: bool) -> Any:
     token_ids, page_table, request_ids, *rest = arrays
     debug_ids("token_ids", token_ids, page_table.shape[-1] * page_size)
+    debug_ids("page_table", page_table, INT32_MAX)
     debug_ids("request_ids", request_ids, page_table.shape[0])
+    if rest[1] is not None:
+        debug_ids("workspace_request_ids", rest[1], rest[2].shape[0])
     has_heads = token_ids.ndim == 3 or page_table.ndim == 3
     token_ids = token_ids if token_ids.ndim == 3 else token_ids[:, None]
     page_table = page_table if page_table.ndim == 3 else page_table[:, None]
@@ -126,12 +128,10 @@ def top_k(
         jnp.issubdtype(scores.dtype, jnp.floating) and scores.ndim >= 1,
         f"scores must be floating [..., S], got {scores.dtype} {list(scores.shape)}",
     )
+    k = as_int("k", k)
     require(k >= 1, f"k must be at least 1, got {k}")
     require(order in ("score", "id"), f'order must be "score" or "id", got {order!r}')
-    require(
-        implementation in (None, "xla", "triton", "interpret"),
-        f'implementation must be None or "xla", got {implementation!r}',
-    )
+    require(implementation in IMPLEMENTATIONS, f'implementation must be None or "xla", got {implementation!r}')
     if implementation in ("triton", "interpret"):
         raise NotImplementedError(f'top_k has no kernel yet, got implementation={implementation!r}; use None or "xla"')
     if lengths is not None:
@@ -149,9 +149,8 @@ def retained_count(length: Any, retention: float) -> Any:
     """How many of `length` tokens a retention keeps: min(length, max(1, ceil(length * retention))).
 
     length: an int or an integer array on the host; retention: in [0, 1], or above 1 for all. The ceiling is that of the
-    product in double
-    precision, so it is taken on the host: float32 gives other counts. Returns int or an int32 array. Raises ValueError
-    for other inputs.
+    product in double precision, so it is taken on the host: float32 gives other counts. Returns int or an int32 array.
+    Raises ValueError for other inputs.
     """
     require(not isinstance(length, jax.core.Tracer), "length must be known on the host, got a traced value")
     lengths = np.asarray(length)
@@ -160,5 +159,9 @@ def retained_count(length: Any, retention: float) -> Any:
         f"length must be integers of at least 0, got {length!r}",
     )
     require(retention >= 0, f"retention must be at least 0, got {retention}")
-    counts = np.minimum(lengths, np.maximum(1, np.ceil(lengths.astype(np.float64) * float(retention)))).astype(np.int32)
-    return int(counts) if lengths.ndim == 0 else counts
+    wanted = np.ceil(lengths.astype(np.float64) * float(retention)).clip(max=2**62).astype(np.int64)
+    counts = np.minimum(lengths, np.maximum(1, wanted))
+    if lengths.ndim == 0:
+        return int(counts)
+    require(bool((counts <= INT32_MAX).all()), f"length must fit in 32 bits, got {length!r}")
+    return counts.astype(np.int32)

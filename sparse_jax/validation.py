@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from pallas_kernels.config import INT32_MAX as INT32_MAX
+
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CACHE_DTYPES = (*QUERY_DTYPES, jnp.float8_e4m3fn)
-INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+INT32_MIN = -(2**31)
 
 
 def require(condition: bool, message: str) -> None:
@@ -43,14 +46,22 @@ def as_float(name: str, value: Any, dtypes: tuple[Any, ...] = QUERY_DTYPES) -> j
 
 
 def as_ids(name: str, value: Any) -> jax.Array:
-    """int32 ids. Wider integers are clipped first, so that an id out of range stays out of range."""
-    array = as_array(name, value)
+    """int32 ids. Wider integers are clipped before they are narrowed, so that an id out of range stays out of range."""
+    require(value is not None, f"{name} is required, got None")
+    array = value if isinstance(value, jax.Array) else np.asarray(value)  # JAX would narrow a host array by wrapping
     require(jnp.issubdtype(array.dtype, jnp.integer), f"{name} must hold integers, got {array.dtype} {array.shape}")
-    if array.dtype == jnp.int32:
-        return array
-    low = max(INT32_MIN, int(jnp.iinfo(array.dtype).min))
-    high = min(INT32_MAX, int(jnp.iinfo(array.dtype).max))
-    return jnp.clip(array, low, high).astype(jnp.int32)
+    if array.dtype != np.int32:
+        kind = jnp.iinfo(array.dtype)
+        array = array.clip(max(INT32_MIN, int(kind.min)), min(INT32_MAX, int(kind.max))).astype(np.int32)
+    return array if isinstance(array, jax.Array) else jnp.array(array)
+
+
+def as_int(name: str, value: Any) -> int:
+    """A whole number that is known when the function is traced."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer known on the host, got {value!r}") from None
 
 
 def check_shape(name: str, array: jax.Array, *allowed: tuple[int | None, ...]) -> None:
@@ -89,8 +100,8 @@ def debug_lengths(name: str, lengths: jax.Array, capacity: int) -> None:
 def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that does what `fn` does and raises a clear error for ids and lengths out of range.
 
-    For debugging: without it such an id is absent (contract 1). `fn` may be jitted, and may call operations of this
-    library anywhere inside.
+    For debugging: without it such an id is absent (rule 1 of docs/operations.md). `fn` may be jitted, and may call
+    operations of this library anywhere inside.
     Raises `jax.experimental.checkify.JaxRuntimeError` that names the argument and shows the values. Waits for the
     result of each call, so the returned function is called from the host, not inside `jit`.
     """

@@ -1,4 +1,4 @@
-"""Inputs of the attention tests and benchmarks: frozen cases in lists, and arrays made from them."""
+"""Inputs of the attention tests: frozen cases in lists, and arrays made from them."""
 
 import dataclasses
 
@@ -126,11 +126,13 @@ def poisoned(op, case, inputs, fill=np.nan):
         for place in seen_by(b, t, h):
             if place != -1:
                 used[place[0], h, place[1]] = True
-    used = jnp.asarray(used)[..., None]
-    return {
-        **inputs,
-        **{n: jnp.where(used, inputs[n], jnp.asarray(fill, inputs[n].dtype)) for n in ("k_pages", "v_pages")},
-    }
+    used, hidden = jnp.asarray(used), {}
+    for name in ("k_pages", "v_pages", "k_scale", "v_scale"):
+        array = inputs[name]
+        if array is not None and array.ndim > 2:
+            keep = used[..., None] if array.ndim == 4 else used
+            hidden[name] = jnp.where(keep, array, jnp.asarray(fill, array.dtype))
+    return {**inputs, **hidden}
 
 
 def call(op, case, x, *, implementation, config=None, **options):

@@ -14,14 +14,14 @@ from sparse_jax.bench.cases import (
     ATTENTION_CPU,
     ATTENTION_CPU_QUICK,
     ATTENTION_QUICK,
-    AttentionCase,
+    DecodeShape,
 )
 from sparse_jax.bench.inputs import Lists, Pools
 from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import Effort, Plan, Timing, measure, sets_to_rotate, short_message
 
 
-def select_cases(names: Sequence[str], quick: bool) -> tuple[AttentionCase, ...]:
+def select_cases(names: Sequence[str], quick: bool) -> tuple[DecodeShape, ...]:
     """The cases to run: those named, or the (quick) list of this backend. ValueError for an unknown name."""
     known = {case.name: case for case in (*ATTENTION, *ATTENTION_CPU)}
     on_gpu = jax.default_backend() == "gpu"
@@ -40,7 +40,7 @@ class Op(NamedTuple):
 
     name: str
     call: Callable[..., Any]  # (q, pools, lists, **options) -> AttentionOutput
-    bytes: Callable[[AttentionCase], int]
+    bytes: Callable[[DecodeShape], int]
 
 
 def _dense(q: jax.Array, pools: Pools, lists: Lists, **options: Any) -> Any:
@@ -63,14 +63,14 @@ OPS = (
 )
 
 
-def rows(case: AttentionCase, plan: Plan) -> Iterator[Row]:
+def rows(case: DecodeShape, plan: Plan) -> Iterator[Row]:
     """Measures one case, row by row. An entry that fails becomes a row that says why."""
     q, pools = inputs.make_query(case), inputs.make_pools(case)
     for op in OPS:
         yield from _op_rows(op, case, q, pools, plan)
 
 
-def _op_rows(op: Op, case: AttentionCase, q: jax.Array, pools: Pools, plan: Plan) -> Iterator[Row]:
+def _op_rows(op: Op, case: DecodeShape, q: jax.Array, pools: Pools, plan: Plan) -> Iterator[Row]:
     on_gpu = jax.default_backend() == "gpu"
     sets = inputs.make_sets(case, sets_to_rotate(op.bytes(case)) if on_gpu else 1)
 
@@ -103,7 +103,7 @@ class Skip(Exception):
     """Not measured, and the message says why."""
 
 
-def _check_memory(case: AttentionCase, op: Op) -> None:
+def _check_memory(case: DecodeShape, op: Op) -> None:
     """Plain XLA gathers what it attends to and widens it to float32: at the longest contexts that does not fit."""
     stats = jax.devices()[0].memory_stats() or {}
     needed = op.bytes(case) * (1 + 4 / case.itemsize)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCase:
+class DecodeShape:
     """One decode step of a batch of requests, each with `context` tokens in the cache."""
 
     name: str
@@ -50,12 +50,12 @@ class AttentionCase:
 
 
 ATTENTION = (
-    AttentionCase(name="b64-32k", batch=64, context=32_768),
-    AttentionCase(name="b8-32k", batch=8, context=32_768),
-    AttentionCase(name="b1-32k", batch=1, context=32_768),
-    AttentionCase(name="b64-128k", batch=64, context=131_072),
-    AttentionCase(name="b8-128k", batch=8, context=131_072),
-    AttentionCase(name="b1-128k", batch=1, context=131_072),
+    DecodeShape(name="b64-32k", batch=64, context=32_768),
+    DecodeShape(name="b8-32k", batch=8, context=32_768),
+    DecodeShape(name="b1-32k", batch=1, context=32_768),
+    DecodeShape(name="b64-128k", batch=64, context=131_072),
+    DecodeShape(name="b8-128k", batch=8, context=131_072),
+    DecodeShape(name="b1-128k", batch=1, context=131_072),
 )
 ATTENTION_QUICK = ("b64-32k", "b8-32k", "b1-128k")
 
@@ -63,8 +63,8 @@ _CPU: dict[str, Any] = dict(
     q_heads=8, kv_heads=2, head_dim=64, page_size=16, kept_tokens=256, kept_pages=16, dtype="float32", pool_bytes=0
 )
 ATTENTION_CPU = (
-    AttentionCase(name="cpu-b1-4k", batch=1, context=4096, **_CPU),
-    AttentionCase(name="cpu-b4-4k", batch=4, context=4096, **_CPU),
-    AttentionCase(name="cpu-b4-16k", batch=4, context=16_384, **_CPU),
+    DecodeShape(name="cpu-b1-4k", batch=1, context=4096, **_CPU),
+    DecodeShape(name="cpu-b4-4k", batch=4, context=4096, **_CPU),
+    DecodeShape(name="cpu-b4-16k", batch=4, context=16_384, **_CPU),
 )
 ATTENTION_CPU_QUICK = ("cpu-b1-4k", "cpu-b4-4k")

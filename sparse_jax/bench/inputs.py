@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_jax.bench.cases import AttentionCase
+from sparse_jax.bench.cases import DecodeShape
 
 
 class Pools(NamedTuple):
@@ -27,7 +27,7 @@ class Lists(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("case",))
-def random_pool(key: jax.Array, case: AttentionCase) -> jax.Array:
+def random_pool(key: jax.Array, case: DecodeShape) -> jax.Array:
     """[N, Hkv, P, D] normal numbers, filled chunk by chunk: a pool of many GB must not need its bits twice."""
     chunks = case.pages // case.chunk_pages
     chunk = (case.chunk_pages, case.kv_heads, case.page_size, case.head_dim)
@@ -35,14 +35,14 @@ def random_pool(key: jax.Array, case: AttentionCase) -> jax.Array:
     return pool.reshape(case.pages, *chunk[1:])
 
 
-def make_pools(case: AttentionCase, seed: int = 0) -> Pools:
+def make_pools(case: DecodeShape, seed: int = 0) -> Pools:
     """The pools of a case. All requests are `case.context` tokens long."""
     k_key, v_key = jax.random.split(jax.random.key(seed))
     lengths = jnp.full((case.batch,), case.context, jnp.int32)
     return Pools(random_pool(k_key, case), random_pool(v_key, case), lengths)
 
 
-def make_query(case: AttentionCase, seed: int = 1) -> jax.Array:
+def make_query(case: DecodeShape, seed: int = 1) -> jax.Array:
     """[B, Hq, D] normal numbers."""
     return jax.random.normal(jax.random.key(seed), (case.batch, case.q_heads, case.head_dim), case.dtype)
 
@@ -53,7 +53,7 @@ def distinct(key: jax.Array, rows: tuple[int, ...], size: int, count: int) -> ja
 
 
 @functools.partial(jax.jit, static_argnames=("case",))
-def make_lists(key: jax.Array, case: AttentionCase) -> Lists:
+def make_lists(key: jax.Array, case: DecodeShape) -> Lists:
     """One input set. The requests' pages lie shuffled over the whole pool."""
     table_key, page_key, token_key = jax.random.split(key, 3)
     owned = case.batch * case.pages_per_request
@@ -67,6 +67,6 @@ def make_lists(key: jax.Array, case: AttentionCase) -> Lists:
     )
 
 
-def make_sets(case: AttentionCase, count: int, seed: int = 2) -> list[Lists]:
+def make_sets(case: DecodeShape, count: int, seed: int = 2) -> list[Lists]:
     """`count` input sets to rotate over."""
     return [make_lists(key, case) for key in jax.random.split(jax.random.key(seed), count)]

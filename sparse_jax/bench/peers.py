@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_jax.bench.cases import AttentionCase
+from sparse_jax.bench.cases import DecodeShape
 from sparse_jax.bench.inputs import Lists, Pools
 from sparse_jax.bench.timing import Effort, Timing, measure, short_message
 
 
-def jax_paged_settings(case: AttentionCase) -> list[dict[str, int]]:
+def jax_paged_settings(case: DecodeShape) -> list[dict[str, int]]:
     """A few settings around the best found on an H200. The defaults do not fit shared memory at 64-token pages."""
     splits = [1, 4] if case.batch * case.kv_heads >= 256 else [8, 16]
     shapes = [(1, 4, 2), (1, 4, 3), (2, 8, 2)]  # pages_per_compute_block, num_warps, num_stages
@@ -23,7 +23,7 @@ def jax_paged_settings(case: AttentionCase) -> list[dict[str, int]]:
 
 
 def jax_paged_attention(
-    case: AttentionCase, q: jax.Array, pools: Pools, sets: list[Lists], effort: Effort
+    case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists], effort: Effort
 ) -> tuple[Timing, dict[str, Any]]:
     """`jax.experimental.pallas.ops.gpu.paged_attention` with the best of a few settings.
 
@@ -59,7 +59,7 @@ def jax_paged_attention(
         return time_with(best[1], effort), best[1]
 
 
-def torch_sdpa(case: AttentionCase, q: jax.Array, pools: Pools, effort: Effort) -> tuple[Timing, dict[str, Any]]:
+def torch_sdpa(case: DecodeShape, q: jax.Array, pools: Pools, effort: Effort) -> tuple[Timing, dict[str, Any]]:
     """torch's scaled_dot_product_attention over contiguous keys and values: what dense decode reaches without pages.
 
     The pool's memory is read as `[sets, B, Hkv, S, D]`, without a copy. Both ways of saying grouped heads are tried.
@@ -89,7 +89,7 @@ def torch_sdpa(case: AttentionCase, q: jax.Array, pools: Pools, effort: Effort) 
     return Timing(median, low, high, None, jnp.zeros(())), {"grouped": best}
 
 
-def _contiguous(case: AttentionCase, pool: Any) -> Any:
+def _contiguous(case: DecodeShape, pool: Any) -> Any:
     """[sets, B, Hkv, S, D] view of as much of a pool as makes whole sets."""
     per_set = case.batch * case.kv_heads * case.context * case.head_dim
     sets = pool.numel() // per_set

@@ -15,9 +15,8 @@ from jax import lax
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
 LEAST_ROUNDS = 4
-Step = Callable[
-    [jax.Array, Any, Any], jax.Array
-]  # (carry, fixed inputs, one input set) -> carry of the same shape and dtype
+# (carry, fixed inputs, one input set) -> carry of the same shape and dtype
+Step = Callable[[jax.Array, Any, Any], jax.Array]
 
 
 class Effort(NamedTuple):

@@ -20,20 +20,18 @@ def masked_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out f32[B, T, Hq, Dv], lse f32[B, T, Hq] and scores f32[B, T, Hq, S] (-inf where not visible)."""
     groups, kv_heads, keys, _ = k.shape
-    seen = visible.any(axis=1)[..., None]
+    seen = visible.any(axis=1)  # [groups, Hkv, S]
     # Selected before the products: a weight of 0 would not stop NaN in bytes that nobody may see, in either direction
     # of differentiation.
-    k, v = jnp.where(seen, k, jnp.zeros_like(k)), jnp.where(seen, v, jnp.zeros_like(v)).astype(jnp.float32)
+    k, v = (jnp.where(seen[..., None], x, jnp.zeros_like(x)) for x in (k, v))
+    k_scale, v_scale = (x if x is None or x.ndim == 1 else jnp.where(seen, x, 1.0) for x in (k_scale, v_scale))
+    v = v.astype(jnp.float32) if v_scale is None else v.astype(jnp.float32) * v_scale[..., None]
     compute = q.dtype if k.dtype.itemsize < 2 else jnp.promote_types(q.dtype, k.dtype)
     rows = q.reshape(groups, -1, kv_heads, q.shape[2] // kv_heads, q.shape[3]).astype(compute)
     s = jnp.einsum(
         "bthgd,bhsd->bthgs", rows, k.astype(compute), precision="highest", preferred_element_type=jnp.float32
     )
-    s = s * (
-        scale
-        if k_scale is None
-        else scale * k_scale.reshape(1 if k_scale.ndim == 1 else groups, 1, -1, 1, k_scale.shape[-1])
-    )
+    s = s * scale if k_scale is None else s * (scale * jnp.atleast_3d(k_scale)[:, None, :, None])
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
     mask = visible[:, :, :, None, :]
     s = jnp.where(mask, s, -jnp.inf)
@@ -43,11 +41,6 @@ def masked_attention(
     p = jnp.where(mask, jnp.exp(jnp.where(mask, s, 0.0) - m), 0.0)
     l = jnp.sum(p, axis=-1, keepdims=True)
     weights = p / jnp.where(l == 0, 1.0, l)
-    weights = (
-        weights
-        if v_scale is None
-        else weights * v_scale.reshape(1 if v_scale.ndim == 1 else groups, 1, -1, 1, v_scale.shape[-1])
-    )
     out = _weighted_sum(weights, v, visible)
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1.0, l)))[..., 0]
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3]), s.reshape(*q.shape[:3], keys)

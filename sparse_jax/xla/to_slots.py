@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-INT32_MAX = 2**31 - 1
+from sparse_jax.validation import INT32_MAX
 
 
 def to_slots(
@@ -40,7 +40,8 @@ def to_slots(
     workspace = workspace_request_ids[:, None, None]
     known = (workspace >= 0) & (workspace < workspace_starts.shape[0])
     start = workspace_starts[jnp.where(known, workspace, 0)]
-    return jnp.where(workspace >= 0, jnp.where(known & inside, start + token_ids, -1), slots)
+    known &= inside & (start >= 0) & (start <= INT32_MAX - jnp.maximum(token_ids, 0))
+    return jnp.where(workspace >= 0, jnp.where(known, start + token_ids, -1), slots)
 
 
 def compact(slots: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-INT32_MAX = 2**31 - 1
+from sparse_jax.validation import INT32_MAX
 
 
 def top_k(scores: jax.Array, k: int, lengths: jax.Array | None, *, order: str) -> jax.Array:

@@ -41,6 +41,19 @@ def test_contract_1_ids_out_of_range_are_absent(op, implementation):
 
 
 @pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("op", OPS)
+def test_contract_1_wide_numpy_ids_do_not_wrap(op, implementation):
+    """NumPy's integers have 64 bits, and JAX would narrow them by dropping the upper half."""
+    case = CASES["gqa4"]
+    x = make_inputs(case)
+    names = ("page_table", "slots", "page_indices")
+    wild = {n: np.asarray(x[n]).astype(np.int64) + np.where(np.asarray(x[n]) % 2 == 0, 2**32, 0) for n in names}
+    absent = {n: jnp.where(x[n] % 2 == 0, -1, x[n]) for n in names}
+    a, b = (call(op, case, {**x, **y}, implementation=implementation) for y in (wild, absent))
+    assert_same_bits(a.out, b.out)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("op", ["paged", "page_sparse"])
 def test_contract_1_extreme_positions_lengths_and_windows_do_not_wrap(op, implementation):
     case = dataclasses.replace(CASES["draft4"], lengths=(61, 61))
@@ -65,6 +78,7 @@ def test_contract_1_extreme_positions_lengths_and_windows_do_not_wrap(op, implem
         ("paged", {"lengths": jnp.array([3, 1000], jnp.int32)}, "lengths.*1000"),
         ("page_sparse", {"page_indices": jnp.full((2, 2, 3), 7, jnp.int32)}, "page_indices.*7"),
         ("token_sparse", {"slots": jnp.full((2, 2, 4), -5, jnp.int32)}, "slots.*-5"),
+        ("paged", {"q_positions": jnp.array([[3], [-7]], jnp.int32)}, "q_positions.*-7"),
     ],
 )
 def test_contract_1_checked_raises(op, change, message):
@@ -100,13 +114,17 @@ def test_contract_3_lse_is_natural_without_sinks(implementation):
     sunk = sparse_jax.paged_attention(*args, sinks=jnp.array([4.0]), implementation=implementation)
     np.testing.assert_allclose(plain.lse, [[np.logaddexp(1, 3)]], rtol=1e-6)
     assert_same_bits(plain.lse, sunk.lse)
+    for sink in (100.0, 3e38):  # far above every score
+        drowned = sparse_jax.paged_attention(*args, sinks=jnp.array([sink]), implementation=implementation)
+        assert_same_bits(plain.lse, drowned.lse)
+        assert drowned.out.item() == 0
     capped = sparse_jax.paged_attention(*args, soft_cap=2.0, implementation=implementation)
     np.testing.assert_allclose(capped.lse, [[np.logaddexp(*(2 * np.tanh([0.5, 1.5])))]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("fill", [np.nan, np.inf])
-@pytest.mark.parametrize("name", ["gqa4", "draft4", "padding_rows"])
+@pytest.mark.parametrize("name", ["gqa4", "draft4", "padding_rows", "e4m3_token"])
 @pytest.mark.parametrize("op", OPS)
 def test_contract_4_other_bytes_change_no_bit(op, name, fill, implementation):
     case = CASES[name]
@@ -137,6 +155,20 @@ def test_contract_4_a_poisoned_draft_leaves_earlier_rows_alone(op, implementatio
     assert_same_bits(good[:, :3], sick[:, :3])
     assert jnp.isnan(sick[:, 3]).all()
     assert jnp.isfinite(good).all()
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize(("kind", "size"), [("scalar", 1e5), ("scalar", 1e-6), ("token", 3e4), ("token", 1e-3)])
+def test_contract_5_value_scales_do_not_leave_the_range_of_float16(kind, size, implementation):
+    case = dataclasses.replace(CASES["e4m3_" + kind], dtype="float16", T=1)
+    x = make_inputs(case)
+    scaled = {**x, "v_scale": x["v_scale"] * size, "v_pages": x["v_pages"].astype(jnp.float32).clip(-0.4, 0.4)}
+    scaled["v_pages"] = scaled["v_pages"].astype(jnp.float8_e4m3fn)
+    got, unit = (
+        call("paged", case, {**scaled, "v_scale": v_scale}, implementation=implementation, out_dtype="float32").out
+        for v_scale in (scaled["v_scale"], x["v_scale"])
+    )
+    assert_close(got / size, unit, "float16")
 
 
 def test_contract_5_arithmetic_is_float32():
@@ -194,9 +226,11 @@ def test_contract_8_shapes_and_dtypes(change, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"window": 2.5}, ValueError, "window must be an integer .*got 2.5"),
+        ({"scale": float("nan")}, ValueError, "scale must be a finite Python number, got nan"),
         ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),
         ({"soft_cap": -1.0}, ValueError, "soft_cap must be positive, got -1.0"),
-        ({"scale": jnp.float32(1)}, ValueError, "scale must be a Python number"),
+        ({"scale": jnp.float32(1)}, ValueError, "scale must be a finite Python number"),
         ({"out_dtype": jnp.int8}, ValueError, "out_dtype must be one of .*got int8"),
         ({"implementation": "cuda"}, ValueError, "implementation must be one of .*got 'cuda'"),
         ({"config": {"splits": 2}}, ValueError, "config must be a Config"),

@@ -71,6 +71,7 @@ def test_top_k_batches_and_errors():
     assert got.tolist() == [[[-1, -1], [0, -1], [1, 0]], [[2, 1], [3, 2], [3, 2]]]
     for options, message in (
         ({"k": 0}, "k must be at least 1, got 0"),
+        ({"k": 2.5}, "k must be an integer .*got 2.5"),
         ({"k": 1, "order": "size"}, "order must be .*got 'size'"),
         ({"k": 1, "lengths": lengths[0]}, "lengths must have the shape"),
         ({"k": 1, "implementation": "gpu"}, "implementation must be .*got 'gpu'"),
@@ -90,6 +91,9 @@ def test_case_EVICT_3_at_least_one_is_kept():
     assert [retained_count(n, 0.4) for n in (0, 1, 2, 5)] == [0, 1, 1, 2]
     assert retained_count(10, 0.1) == 1  # the product is 1.0 in double precision
     assert retained_count(30, 0.1) == math.ceil(30 * 0.1)
+    assert retained_count(3_000_000_000, 1.0) == 3_000_000_000
+    with pytest.raises(ValueError, match="must fit in 32 bits"):
+        retained_count(np.array([3_000_000_000]), 1.0)
     with pytest.raises(ValueError, match="length must be known on the host"):
         jax.jit(lambda n: retained_count(n, 0.5))(3)
 
@@ -123,6 +127,17 @@ def test_to_slots_lengths_stride_heads_and_workspace():
         workspace_starts=jnp.array([100, 200]),
     )  # fmt: skip
     assert got.tolist() == [[4, 37, -1, -1], [200, 205, -1, -1], [-1] * 4]
+
+
+def test_to_slots_workspace_rows_do_not_wrap():
+    workspaces = {"workspace_request_ids": jnp.array([0, 1, 2]), "workspace_starts": jnp.array([-1, 2**31 - 3, 7])}
+    got = to_slots(jnp.array([[0, 5]] * 3), TABLE, jnp.array([0, 0, 0]), page_size=4, **workspaces)
+    assert got.tolist() == [[-1, -1], [2**31 - 3, -1], [7, 12]]
+
+
+def test_to_slots_wide_numpy_ids_do_not_wrap():
+    got = to_slots(np.array([[2**32 + 1, 1]]), np.array([[3, 2**32 + 1]]), np.array([0]), page_size=4)
+    assert got.tolist() == [[-1, 13]]
 
 
 def test_to_slots_wild_pages_do_not_wrap():

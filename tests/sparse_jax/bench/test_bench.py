@@ -19,7 +19,7 @@ from pallas_kernels.lowering import lower_for_cuda
 from sparse_jax.bench import attention, cases, inputs, peers, report, run, suites, timing
 from sparse_jax.bench.command import bench, parse_config
 
-TINY = cases.AttentionCase(
+TINY = cases.DecodeShape(
     name="tiny",
     batch=2,
     context=64,

@@ -120,7 +120,7 @@ def generate(
         selector=options.selector.init(paged.kv),
         tokens=jnp.zeros(requests, jnp.int32),
         generated=jnp.zeros(requests, jnp.int32),
-        limits=jnp.asarray(limits, jnp.int32),
+        limits=jnp.array(limits, jnp.int32),
         started=jnp.zeros(requests, bool),
         done=jnp.zeros(requests, bool),
         keys=request_keys(seed, requests),
@@ -157,8 +157,9 @@ def _rounded_up(n: int, least: int = 16) -> int:
 class Generation:
     """A running generation. Iterating goes on until every request is done; iterating again goes on where it stopped.
 
-    When requests find no free page, what the others generated is handed out first; then the iterator raises
-    `paging.OutOfPages`. Nothing is lost: after `release` of some requests, iterate again.
+    A prompt that finds too few free pages waits while the others go on, and so does a request that needs one more page.
+    When no request can go on, the iterator raises `paging.OutOfPages` with the numbers of those that wait. Nothing is
+    lost: after `release` of some requests, the ended ones too, iterate again.
     """
 
     def __init__(self, model: Ouro, prompts: list[list[int]], state: DecodeState, options: DecodeOptions, chunk: int):
@@ -175,19 +176,21 @@ class Generation:
 
     def __iter__(self) -> Iterator[Chunk]:
         while not all(self.finished):
-            new = self._decode() if np.asarray(self._waiting()).sum() == 0 else self._prefill()
+            new, went_on = self._advance()
             if any(new):
                 yield Chunk(new)
-            paging.check(self.state.paged)
+            if not went_on:
+                paging.check(self.state.paged)
 
     def release(self, requests: Sequence[int]) -> None:
         """End these requests now and give their pages back; what they generated stays in `tokens`."""
-        marked = np.zeros(len(self.prompts), bool)
-        marked[list(requests)] = True
-        paged, stale = paging.release(self.state.paged, jnp.asarray(marked))
+        ended = np.zeros(len(self.prompts), bool)
+        ended[list(requests)] = True
+        marked = jnp.array(ended)
+        paged, stale = paging.release(self.state.paged, marked)
         self._stale += int(stale)
         self.state = dataclasses.replace(self.state, paged=paged, done=self.state.done | marked)
-        self.finished = [reason or ("released" if ended else None) for reason, ended in zip(self.finished, marked)]
+        self.finished = [reason or ("released" if end else None) for reason, end in zip(self.finished, ended)]
 
     def stats(self) -> Stats:
         """The account so far."""
@@ -211,28 +214,45 @@ class Generation:
         """Requests whose prompt is not in the cache yet, bool[B]."""
         return ~np.asarray(self.state.started) & ~np.asarray(self.state.done)
 
-    def _prefill(self) -> list[list[int]]:
+    def _advance(self) -> tuple[list[list[int]], bool]:
+        """Call the device for the prompts that find pages, else for a chunk: (new tokens, whether any request went on).
+
+        When none did, the status of every request that wants pages says so.
+        """
+        waiting = self._waiting()
+        pages = [-(-len(prompt) // self.state.paged.kv.page_size) for prompt in self.prompts]
+        if np.any(waiting & (np.array(pages) <= int(self.state.paged.pool.free_count))):
+            return self._prefill()
+        if np.any(np.asarray(self.state.started) & ~np.asarray(self.state.done)):
+            new, went_on = self._decode()
+            if went_on or not waiting.any():
+                return new, went_on
+        return self._prefill()
+
+    def _prefill(self) -> tuple[list[list[int]], bool]:
         waiting = self._waiting()
         counts = np.where(waiting, [len(prompt) for prompt in self.prompts], 0).astype(np.int32)
         tokens = np.zeros((len(self.prompts), _rounded_up(int(counts.max()))), np.int32)
         for row, prompt, wanted in zip(tokens, self.prompts, waiting):
             row[: len(prompt) * wanted] = prompt[: len(prompt) * wanted]
-        call = self._executable(_prefill, (self._params, tokens, counts, self.state))
+        # Copies, because a call may still read its arguments after it returned.
+        arguments = self._params, jnp.array(tokens), jnp.array(counts), self.state
+        call = self._executable(_prefill, arguments)
         start = time.perf_counter()
-        self.state, out = call(self._params, tokens, counts, self.state)
+        self.state, out = call(*arguments)
         new = self._take(out.tokens[None])
         self._prefill_seconds += time.perf_counter() - start
         self._stale += int(out.stale)
-        return new
+        return new, bool(np.any(np.asarray(out.lengths)))
 
-    def _decode(self) -> list[list[int]]:
+    def _decode(self) -> tuple[list[list[int]], bool]:
         call = self._executable(_decode, (self._params, self.state), steps=self.chunk)
         start = time.perf_counter()
         self.state, out = call(self._params, self.state)
         new = self._take(out.tokens)
         self._decode_seconds += time.perf_counter() - start
         self._account(out)
-        return new
+        return new, bool(np.any(np.asarray(out.lengths)))
 
     def _take(self, emitted: jax.Array) -> list[list[int]]:
         """Append the tokens that a call emitted, i32[steps, B] with -1 for none, and see who is done."""

@@ -30,9 +30,9 @@ def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
 
 
 def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:
-    """Write tokens k [U, M, Hkv, D] and v [U, M, Hkv, Dv] of U planes from `plane` i32[] on, at slots i32[M].
+    """Write M tokens, k [planes, M, Hkv, D] and v [planes, M, Hkv, Dv], at slots i32[M] of the planes from `plane` on.
 
-    The plane is valid, slots are valid or -1 and differ from each other. Values are cast to the type of the pool;
+    `plane` i32[] is valid, slots are valid or -1 and differ from each other. Values are cast to the type of the pool;
     eight-bit floats saturate (infinities too) and NaN stays NaN.
     """
     page = jnp.where(slots >= 0, slots // kv.page_size, -1)
@@ -55,7 +55,7 @@ def _put_loop(pool, plane, page, offset, new):
     which, count = _present(page)
 
     def put_one(i, rows):
-        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [U, 1, Hkv, D]
+        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv, D]
         return _overwrite_bits(rows, token, plane, page[which[i]], offset[which[i]] * pool.shape[4])
 
     return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
@@ -73,7 +73,7 @@ def _put_scatter(pool, plane, page, offset, new):
 
 
 def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
-    """Copy pages sources i32[K] to targets i32[K] in all planes; -1 in targets: nothing to do.
+    """Copy K pages, sources i32[K] to targets i32[K], in all planes; -1 in targets: nothing to do.
 
     One at a time, only those there are: most steps of a decode copy none, and no step should read or hold K pages.
     """
@@ -119,12 +119,12 @@ def _overwrite_bits(rows, new, plane, page, start):
 
 
 def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:
-    """Tokens [K * P, Hkv, D] of pages i32[K] in one plane of pool [planes, N, Hkv, P, D]; for -1 those of page 0."""
+    """Tokens [K * P, Hkv, D] of K pages i32[K] in one plane of pool [planes, N, Hkv, P, D]; for -1 those of page 0."""
     rows = pool.at[plane, jnp.maximum(pages, 0)].get(mode="promise_in_bounds")  # [K, Hkv, P, D]
     return jnp.moveaxis(rows, 2, 1).reshape(-1, pool.shape[2], pool.shape[4])
 
 
 def _present(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions of the ids i32[M] that are not -1, in front: (positions i32[M], their count i32[])."""
+    """Positions of the M ids i32[M] that are not -1, in front: (positions i32[M], their count i32[])."""
     (which,) = jnp.nonzero(ids >= 0, size=ids.size, fill_value=0)
     return which.astype(jnp.int32), jnp.sum(ids >= 0, dtype=jnp.int32)

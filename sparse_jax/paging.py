@@ -6,9 +6,9 @@
     table = paging.view(state, plane)                                     # what the attention operations take
     paging.check(state)                                                   # on the host: raises OutOfPages
 
-One page table serves all planes: page `p` of plane `u` is page `u * N + p` of the flattened pool (`flat`). Every page a
-table names carries the incarnation it was leased at; an entry that is no longer live is absent for reads and ignored by
-writes and releases, and it is counted in the result.
+One page table serves all planes: page `p` of a plane is `plane * N + p` in the flattened pool (`flat`). Every entry
+carries the incarnation its page was leased at; one that is no longer live is absent for reads and ignored by writes and
+releases, and it is counted in the result.
 
 A state is a `lax.scan` carry. Its buffers may be donated: keep the returned state then, the old one is gone. Outside
 `jax.jit` NumPy arguments are copied; hand `jnp.array(x)` to a jitted step, which may read `x` after it returned.
@@ -19,9 +19,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparse_jax import paged_kv, slot_pool
+from sparse_jax.page_allocation import grant, slots_of
 from sparse_jax.paged_kv import PagedKV
 from sparse_jax.paged_kv import flat as flat
 from sparse_jax.slot_pool import INT32_MAX, SlotPool, as_int32
@@ -136,7 +136,10 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     counts i32[B]. Requests are served as if they came one after the other: one that does not fit keeps its length,
     pages and KV and gets a status (OUT_OF_PAGES, TABLE_FULL, STALE, BAD_COUNT), and a later, smaller one may still fit.
     A count of 0 leaves the request and its status alone; any other success sets OK. A partly filled last page with
-    several holders is copied in all planes before it can be written, except by the last of its holders.
+    several holders is copied in all planes before it can be written, except by the last of its holders. In the
+    Reservation -1 is "nothing here": no slot, no page copied. Nothing is raised for want of room, see `check`.
+
+    Raises ValueError for counts that are no integers of shape [B], a width below 1, or a state that was donated.
     """
     _require_kept(state)
     pool, table, kv = state.pool, state.table, state.kv
@@ -160,7 +163,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     orphan = (sized > 0) & (offset > 0) & (holders[:, 0] == 0)
 
     tail = jnp.where((offset > 0) & (holders[:, 0] > 0), pages[:, 0], -1)
-    granted, fresh = _grant((sized > 0) & ~orphan, touched, holders, tail, pool.free_count)
+    granted, fresh = grant((sized > 0) & ~orphan, touched, pages, holders, pool.free_count)
     pool, new_pages, new_incarnations = slot_pool.take(pool, fresh.reshape(-1))
     pool, _ = slot_pool.release(pool, jnp.where(fresh & (holders > 0), pages, -1), leased_at)
     copied = granted & fresh[:, 0] & (tail >= 0)
@@ -176,7 +179,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
         lengths=jnp.where(granted, length + sized, table.lengths),
         status=jnp.select(conditions, [table.status, OK, BAD_COUNT, TABLE_FULL, STALE], OUT_OF_PAGES).astype(jnp.int32),
     )
-    places = _slots(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
+    places = slots_of(pages, leased_at, offset, jnp.where(granted, sized, 0), width, page_size)
     reservation = Reservation(*places, copied_from, copied_to)
     return PagedState(pool, table, paged_kv.copy_pages(kv, copied_from, copied_to)), reservation
 
@@ -188,7 +191,10 @@ def write(
 
     plane is i32[] and may be traced. Only live pages with a single holder are written, so a shared page never changes;
     reserve, write every plane, then share. Values are cast to the type of the pool; eight-bit floats saturate.
-    Returns (state, stale i32[]): the reserved slots that were ignored. The pool is not copied when it is donated.
+    Slots of -1 are skipped; a plane out of range, -1 too, is absent: nothing is written. Returns (state, stale i32[]):
+    the reserved slots that were ignored. The pool is not copied when it is donated.
+
+    Raises ValueError for k or v of another shape, slots or a plane that are no integers, or a state that was donated.
     """
     _check_new(state.kv, reservation.slots.shape, k, v)
     plane, slots, stale = _writable(state, plane, reservation)
@@ -198,7 +204,8 @@ def write(
 def append(state: PagedState, k: jax.Array, v: jax.Array, counts: jax.Array) -> tuple[PagedState, Reservation]:
     """Reserve and write all planes: k [planes, B, width, Hkv, D], v [planes, B, width, Hkv, Dv], counts i32[B].
 
-    The first counts[b] tokens of request b are appended, or none (see `reserve`).
+    The first counts[b] tokens of request b are appended, or none; -1 in the Reservation is "nothing here" (see
+    `reserve`). Raises ValueError for k or v of another shape, and where `reserve` does.
     """
     if k.ndim != 5 or k.shape[0] != state.kv.planes:
         raise ValueError(f"k is [{state.kv.planes} planes, B, width, Hkv, D], got {list(k.shape)}")
@@ -240,6 +247,8 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     is only partly used: who appends to it first gets a copy. Nothing happens when `source` or `target` is -1.
     Returns (state, stale i32[]): the source's entries that are not live and stay absent in the target; or 1 for a share
     that was ignored because the target is not empty (it has tokens or pages), is the source, or either is out of range.
+
+    Raises ValueError for arguments that are no integers, or a state that was donated.
     """
     _require_kept(state)
     pool, table = state.pool, state.table
@@ -272,7 +281,8 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
 def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Array]:
     """Empty the requests marked in `requests` bool[B]: let go of their pages, length 0, status OK.
 
-    Returns (state, stale i32[]): their table entries that were ignored because they are not live.
+    Returns (state, stale i32[]): their table entries that were ignored because they are not live; absent ones (-1) are
+    not counted. Raises ValueError for requests that are not bool[B], or a state that was donated.
     """
     _require_kept(state)
     table, requests = state.table, jnp.array(requests)
@@ -353,7 +363,7 @@ def _check_new(kv: PagedKV, leading: tuple[int, ...], k: jax.Array, v: jax.Array
 
 
 def _put(state: PagedState, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedState:
-    k, v = (x.reshape(x.shape[0], slots.size, *x.shape[3:]) for x in (k, v))  # [U, B * width, Hkv, D]
+    k, v = (x.reshape(x.shape[0], slots.size, *x.shape[3:]) for x in (k, v))  # [planes, B * width, Hkv, D]
     return dataclasses.replace(state, kv=paged_kv.put(state.kv, plane, slots.reshape(-1), k, v))
 
 
@@ -364,37 +374,3 @@ def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.A
     pages = jnp.where(slots >= 0, slots // page_size, slots)
     sole = slot_pool.holders_of(state.pool, pages, reservation.incarnations) == 1
     return plane, jnp.where(sole & inside, slots, -1), slot_pool.count_stale(slots, sole & inside)
-
-
-def _grant(eligible, touched, holders, tail, free_count) -> tuple[jax.Array, jax.Array]:
-    """First fit in request order: (granted bool[B], fresh bool[B, K], the touched pages that must be new ones).
-
-    tail i32[B] is the partly filled page that a request goes on with. All who share it want a copy, but each copy lets
-    go of the original, so the last holder may keep it: count the granted ones before each request.
-    """
-    before = jnp.tril(tail[:, None] == tail, -1) & (tail >= 0)[:, None]  # [B, B]
-
-    def fresh_pages(granted):
-        left = jnp.sum(before & granted, axis=1, dtype=jnp.int32)
-        sole = jnp.concatenate([(holders[:, 0] - left == 1)[:, None], holders[:, 1:] == 1], axis=1)
-        return touched & granted[:, None] & ~sole
-
-    def too_much(granted):
-        need = jnp.sum(fresh_pages(granted), axis=1, dtype=jnp.int32)
-        return (need > 0) & (jnp.cumsum(need, dtype=jnp.int32) > free_count)
-
-    def turn_first_away(granted):
-        over = too_much(granted)
-        return granted & ~(over & (jnp.cumsum(over, dtype=jnp.int32) == 1))
-
-    granted = lax.while_loop(lambda granted: jnp.any(too_much(granted)), turn_first_away, eligible)
-    return granted, fresh_pages(granted)
-
-
-def _slots(pages, incarnations, offset, counts, width, page_size) -> tuple[jax.Array, jax.Array]:
-    """Slots i32[B, width] and their incarnations of counts i32[B] tokens from `offset` on in pages i32[B, K]."""
-    token = jnp.arange(width, dtype=jnp.int32)
-    place, valid = offset[:, None] + token, token < counts[:, None]
-    page = jnp.take_along_axis(pages, place // page_size, axis=1)
-    slots = jnp.where(valid, page * page_size + place % page_size, -1)
-    return slots, jnp.where(valid, jnp.take_along_axis(incarnations, place // page_size, axis=1), -1)

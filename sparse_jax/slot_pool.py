@@ -57,9 +57,10 @@ def holders_of(pool: SlotPool, ids: jax.Array, incarnations: jax.Array) -> jax.A
 
 
 def take(pool: SlotPool, want: jax.Array) -> tuple[SlotPool, jax.Array, jax.Array]:
-    """Hand out one slot for each True of `want` bool[M], in order, as long as there are free ones.
+    """Hand out one slot for each True of the M wishes `want` bool[M], in order, as long as there are free ones.
 
-    Returns (pool, ids i32[M], incarnations i32[M]); both are -1 where none was wanted or none was left.
+    Returns (pool, ids i32[M], incarnations i32[M]); both are -1 where none was wanted or none was left. Raises
+    ValueError for `want` of another type or rank.
     """
     if want.ndim != 1 or want.dtype != jnp.bool_:
         raise ValueError(f"want is bool[M], got {want.dtype}{list(want.shape)}")

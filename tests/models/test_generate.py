@@ -171,20 +171,78 @@ def test_out_of_pages_loses_nothing(model):
         assert tokens == (free[request] if reason == "length" else free[request][: len(tokens)])
 
 
-def test_a_prompt_without_pages_waits_until_there_are_some(model):
+def test_a_prompt_without_pages_waits_while_the_others_finish(model):
+    """Six pages of 4: the prompts of 5 and 14 tokens take them all, and have room for 3 and 2 more tokens."""
+    free = run(model).tokens
+    result = with_free_pages(generate(model, PROMPTS, max_tokens=[4, 3, 13], page_size=4, chunk=8), 6)
+    chunks = []
+
+    def collect():
+        chunks.extend(chunk.tokens for chunk in result)
+
+    with pytest.raises(paging.OutOfPages) as error:
+        collect()
+    assert error.value.requests == (2,)
+    assert result.finished == ["length", "length", None]
+    assert result.tokens == joined(chunks) == [free[0][:4], free[1][:3], []]
+    with pytest.raises(paging.OutOfPages) as error:  # going on without helping it says so again
+        collect()
+    assert error.value.requests == (2,)
+    result.release([1])
+    with pytest.raises(paging.OutOfPages) as error:
+        collect()  # the third prompt fits now, but not all that it wants to say
+    assert error.value.requests == (2,)
+    assert result.tokens[2] == free[2][:8]  # four pages hold 16 tokens: 9 of the prompt, 7 of the answer
+    result.release([0])
+    collect()
+    assert result.tokens == joined(chunks) == [free[0][:4], free[1][:3], free[2]]
+    assert result.finished == ["length"] * 3
+
+
+def test_out_of_pages_names_all_who_wait_when_nobody_can_go_on(model):
+    """As above, but the others want more than their pages hold: they go on until these are full."""
     free = run(model).tokens
     result = with_free_pages(generate(model, PROMPTS, max_tokens=LIMITS, page_size=4, chunk=8), 6)
     with pytest.raises(paging.OutOfPages) as error:
         list(result)
-    assert error.value.requests == (2,)  # 5 and 14 tokens take 6 pages
-    assert [len(tokens) for tokens in result.tokens] == [1, 1, 0]
+    assert error.value.requests == (0, 1, 2)
+    assert result.tokens == [free[0][:4], free[1][:3], []]
     result.release([1])
     with pytest.raises(paging.OutOfPages):
-        list(result)  # the third prompt fits now, but not all that it wants to say beside the first
+        list(result)
     result.release([0])
     list(result)
     assert result.tokens[2] == free[2]
     assert result.finished == ["released", "released", "length"]
+
+
+def test_a_prompt_that_never_fits_does_not_stop_the_others(model):
+    """Two pages of 16: 10 tokens and what follows fit, 40 do not."""
+    prompts = [PROMPTS[1][:10], [7] * 40]
+    result = generate(model, prompts, max_tokens=20, page_size=16, pages=2, chunk=8)
+    prefills = 0
+
+    def counted(prefill=result._prefill):
+        nonlocal prefills
+        prefills += 1
+        return prefill()
+
+    result._prefill = counted
+    with pytest.raises(paging.OutOfPages) as error:
+        list(result)
+    assert error.value.requests == (1,)
+    assert result.tokens == [greedy_by_forward(model, prompts[0], 20), []]
+    assert result.finished == ["length", None]
+    assert prefills == 2, "the first, and one for the message: in between nothing has changed for the prompt that waits"
+
+
+def test_pages_released_between_chunks_go_to_the_prompt_that_waits(model):
+    free = run(model).tokens
+    result = with_free_pages(generate(model, PROMPTS, max_tokens=[4, 3, 8], page_size=4, chunk=8), 6)
+    for _ in result:
+        result.release([request for request, reason in enumerate(result.finished) if reason])
+    assert result.tokens == [free[0][:4], free[1][:3], free[2][:8]]
+    assert result.finished == ["length"] * 3
 
 
 def test_similar_lengths_share_a_compilation(model):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Config
 from sparse_jax import dispatch
+from sparse_jax.dispatch import IMPLEMENTATIONS
 from sparse_jax.validation import CACHE_DTYPES, INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, require
 from sparse_jax.xla.merge_attention import merge_attention
 
@@ -81,7 +82,7 @@ class Call:
         check_shape("v_pages", v_pages, (*k_pages.shape[:3], None))
         heads, (pages, kv_heads, page_size) = q.shape[-2], k_pages.shape[:3]
         require(
-            min(*q.shape[-2:], *v_pages.shape) >= 1,
+            min(*q.shape, *v_pages.shape) >= 1,
             f"no axis may be empty, got q {list(q.shape)}, v_pages {list(v_pages.shape)}",
         )
         require(
@@ -153,7 +154,12 @@ class Call:
         )
         window = None if window is None else as_int("window", window)
         require(window is None or window >= 1, f"window must be at least 1 token, got {window}")
-        require(soft_cap is None or soft_cap > 0, f"soft_cap must be positive, got {soft_cap}")
+        capped = soft_cap is None or (isinstance(soft_cap, (int, float)) and 0 < soft_cap < math.inf)
+        require(capped, f"soft_cap must be a positive finite number, got {soft_cap!r}")
+        require(
+            implementation in IMPLEMENTATIONS,
+            f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}",
+        )
         require(config is None or isinstance(config, Config), f"config must be a Config, got {config!r}")
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
         is_number = isinstance(scale, (int, float)) and math.isfinite(scale)

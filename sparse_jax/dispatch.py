@@ -32,12 +32,10 @@ def run(
 ) -> Any:
     """Calls `xla(*operands)` or `kernel(*operands, interpret=...)`; both return the same shapes and dtypes.
 
-    refusal: why the kernel does not support these operands, if so. Raises ValueError for an unknown implementation or
-    where the kernel is lowered for a CPU, NotImplementedError(refusal) if the kernel was asked for, and TypeError when
-    the kernel is differentiated.
+    implementation: one of IMPLEMENTATIONS. refusal: why the kernel does not support these operands, if so. Raises
+    ValueError where the kernel is lowered for a CPU, NotImplementedError(refusal) if the kernel was asked for, and
+    TypeError when the kernel is differentiated.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if implementation == "xla" or (implementation is None and refusal):
         return xla(*operands)
     if refusal:

@@ -47,6 +47,7 @@ def to_slots(
     heads = [a.shape[1] for a in (token_ids, page_table) if a.ndim == 3]
     check_shape("page_table", page_table, (None, None), (None, heads[0] if heads else None, None))
     rows = token_ids.shape[0]
+    require(min(page_table.shape) >= 1, f"page_table must have no empty axis, got {list(page_table.shape)}")
     require(
         request_ids.shape == (rows,),
         f"request_ids must cover the rows of token_ids, [{rows}], got {list(request_ids.shape)}",
@@ -54,6 +55,7 @@ def to_slots(
     page_size = as_int("page_size", page_size)
     require(page_size >= 1 and page_size & (page_size - 1) == 0, f"page_size must be a power of two, got {page_size}")
     page_stride = page_size if page_stride is None else as_int("page_stride", page_stride)
+    require(page_stride <= INT32_MAX - page_size, f"page_stride must fit in 32 bits, got {page_stride} + {page_size}")
     require(page_stride >= page_size, f"page_stride must be at least page_size, got {page_stride} and {page_size}")
     given = (workspace_request_ids is not None, workspace_starts is not None)
     require(given[0] == given[1], f"workspace_request_ids and workspace_starts go together, got {given}")
@@ -64,6 +66,7 @@ def to_slots(
         )
         check_shape("workspace_request_ids", workspace_request_ids, (rows,))
         check_shape("workspace_starts", workspace_starts, (None,))
+        require(workspace_starts.size >= 1, "workspace_starts must not be empty, got [0]")
     if lengths is not None:
         lengths = as_ids("lengths", lengths)
         check_shape("lengths", lengths, (page_table.shape[0],))

@@ -18,6 +18,7 @@ def attend(q, keys, values, *, scale, soft_cap=None, sink=None):
 def rows_of(case, x):
     """The keys that each row sees: functions (b, t, h) -> [(page, offset) or -1 where it does not], in list order."""
     pages, page_size = x["k_pages"].shape[0], case.P
+    x = {n: a.astype(np.int64) if a is not None and a.dtype == np.int32 else a for n, a in x.items()}
 
     def of_table(b, t, h, indices):
         table = x["page_table"][b, h] if x["page_table"].ndim == 3 else x["page_table"][b]

@@ -28,6 +28,7 @@ def masked_attention(
     v = v.astype(jnp.float32) if v_scale is None else v.astype(jnp.float32) * v_scale[..., None]
     compute = q.dtype if k.dtype.itemsize < 2 else jnp.promote_types(q.dtype, k.dtype)
     rows = q.reshape(groups, -1, kv_heads, q.shape[2] // kv_heads, q.shape[3]).astype(compute)
+    rows = jnp.where(visible.any(axis=-1)[..., None, None], rows, jnp.zeros_like(rows))  # padding may hold anything
     s = jnp.einsum(
         "bthgd,bhsd->bthgs", rows, k.astype(compute), precision="highest", preferred_element_type=jnp.float32
     )

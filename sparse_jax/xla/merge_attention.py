@@ -25,5 +25,5 @@ def merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -
     lse = top + jnp.log(safe)
     share = weights / safe if sinks is None else weights / safe * jax.nn.sigmoid(lse - sinks)
     # A part of weight 0 is selected away: its out may hold anything.
-    out = jnp.sum(jnp.where(used[..., None], outs.astype(jnp.float32), 0.0) * share[..., None], axis=0)
+    out = jnp.sum(jnp.where((weights > 0)[..., None], outs.astype(jnp.float32), 0.0) * share[..., None], axis=0)
     return out, jnp.where(total == 0, -jnp.inf, lse)

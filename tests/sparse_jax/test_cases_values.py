@@ -125,6 +125,8 @@ def test_case_LSE_3_fully_masked(implementation):
 def test_case_LSE_4_weightless_nan():
     got = merge_attention(jnp.array([[[jnp.nan]], [[3.0]]]), jnp.array([[-jnp.inf], [0.0]]))
     assert (got.out.item(), got.lse.item()) == (3.0, 0.0)
+    faint = merge_attention(jnp.array([[[jnp.nan]], [[3.0]]]), jnp.array([[-1e9], [0.0]]))
+    assert faint.out.item() == 3.0
 
 
 @every_implementation
@@ -152,6 +154,15 @@ def test_case_SPEC_3_and_INTERP_2_drafts_see_the_cache(implementation):
             [0.0] * total, range(total), total, page_size=1, implementation=implementation, q=jnp.ones((1, 2, 1, 1))
         )
         np.testing.assert_allclose(np.exp(got.lse.ravel()), [cached + 1, cached + 2], rtol=1e-5)
+
+
+@every_implementation
+def test_case_EVICT_1_position_after_eviction(implementation):
+    """Tokens 1 and 3 of 0-5 are gone and the next has come: it sits at 6, and sees what was kept."""
+    positions = jnp.asarray([0, 2, 4, 5, 6, 0, 0, 0], jnp.int32).reshape(1, 1, 8)
+    options = {"implementation": implementation, "key_positions": positions, "q_positions": ids(6)}
+    expect(attend([0.0] * 8, range(8), 5, page_size=8, **options), 2.0, np.log(5))
+    expect(attend([0.0] * 8, range(8), 5, page_size=8, window=3, **options), 3.0, np.log(3))  # positions 4 to 6
 
 
 @every_implementation

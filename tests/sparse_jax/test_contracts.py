@@ -202,6 +202,7 @@ def test_contract_7_duplicates_count_as_often_as_they_appear(op, implementation)
         ({"q": jnp.zeros((2, 8, 32))}, r"k_pages must have the shape .*32\], got"),
         ({"q": jnp.zeros((2, 7, 64))}, r"Hq must be a multiple of Hkv, got Hq = 7 \(q\) and Hkv = 2"),
         ({"q": jnp.zeros((2, 8, 64), jnp.int32)}, "q must have one of the dtypes .*got int32"),
+        ({"q": jnp.zeros((0, 8, 64))}, r"no axis may be empty, got q \[0, 8, 64\]"),
         ({"q": jnp.zeros((8, 64))}, r"q must be \[B, Hq, D\] .*got \[8, 64\]"),
         ({"k_pages": jnp.zeros((12, 2, 12, 64)), "v_pages": jnp.zeros((12, 2, 12, 64))}, "power of two, got 12"),
         ({"v_pages": jnp.zeros((11, 2, 16, 64))}, r"v_pages must have the shape .*got \[11"),
@@ -226,10 +227,12 @@ def test_contract_8_shapes_and_dtypes(change, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"soft_cap": float("inf")}, ValueError, "soft_cap must be a positive finite number, got inf"),
+        ({"implementation": ["xla"]}, ValueError, "implementation must be one of"),
         ({"window": 2.5}, ValueError, "window must be an integer .*got 2.5"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite Python number, got nan"),
         ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),
-        ({"soft_cap": -1.0}, ValueError, "soft_cap must be positive, got -1.0"),
+        ({"soft_cap": -1.0}, ValueError, "soft_cap must be a positive finite number, got -1.0"),
         ({"scale": jnp.float32(1)}, ValueError, "scale must be a finite Python number"),
         ({"out_dtype": jnp.int8}, ValueError, "out_dtype must be one of .*got int8"),
         ({"implementation": "cuda"}, ValueError, "implementation must be one of .*got 'cuda'"),
@@ -271,6 +274,21 @@ def test_contract_12_same_call_same_bits(op):
     x = make_inputs(case)
     first, second = (call(op, case, x, implementation="interpret") for _ in range(2))
     assert_same_bits(first.out, second.out)
+
+
+@pytest.mark.parametrize("config", [None, EXACT])
+@pytest.mark.parametrize("op", OPS)
+def test_contract_12_other_rows_contents_change_no_bit(op, config):
+    case = CASES["gqa4"]
+    x = make_inputs(case)
+    other = dict(x)
+    for name in ("q", "page_indices", "slots", "page_table"):
+        other[name] = x[name].at[1].set(x[name][1][..., ::-1] * 1)
+    other["lengths"] = x["lengths"].at[1].set(7)
+    for implementation in BOTH:
+        a, b = (call(op, case, y, implementation=implementation, config=config) for y in (x, other))
+        assert_same_bits(a.out[0], b.out[0])
+        assert_same_bits(a.lse[0], b.lse[0])
 
 
 @pytest.mark.parametrize("op", OPS)

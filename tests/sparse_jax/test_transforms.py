@@ -114,6 +114,17 @@ def test_case_TRANSFORM_1_gradient(op, implementation):
         np.testing.assert_allclose(slope, (ahead - behind) / (2 * eps), rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_gradient_next_to_a_padding_row_that_holds_nan(implementation):
+    case = CASES["padding_rows"]
+    x = make_inputs(case)
+    padding = x["q_positions"] < 0
+    assert padding.any()
+    x["q"] = jnp.where(padding[..., None, None], jnp.nan, x["q"])
+    loss = lambda k: call("paged", case, {**x, "k_pages": k}, implementation=implementation).out.sum()  # noqa: E731
+    assert jnp.isfinite(jax.grad(loss)(x["k_pages"])).all()
+
+
 @pytest.mark.parametrize("implementation", ["interpret", "triton"])
 @pytest.mark.parametrize("op", OPS)
 def test_case_TRANSFORM_1_kernels_say_that_they_are_not_differentiable(op, implementation):

@@ -24,7 +24,8 @@ from sparse_jax import paged_kv, slot_pool
 from sparse_jax.page_allocation import grant, slots_of
 from sparse_jax.paged_kv import PagedKV
 from sparse_jax.paged_kv import flat as flat
-from sparse_jax.slot_pool import INT32_MAX, SlotPool, as_int32
+from sparse_jax.slot_pool import SlotPool
+from sparse_jax.validation import INT32_MAX, as_ids
 
 OK = 0
 OUT_OF_PAGES = 1  # not enough free pages
@@ -144,7 +145,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     _require_kept(state)
     pool, table, kv = state.pool, state.table, state.kv
     requests, table_width = table.pages.shape
-    counts = as_int32(counts, "counts")
+    counts = as_ids("counts", counts)
     if counts.shape != (requests,) or width < 1:
         raise ValueError(f"counts is i32[{requests}] and width at least 1, got {list(counts.shape)} and {width}")
     page_size, room = kv.page_size, table_width * kv.page_size
@@ -253,7 +254,7 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     _require_kept(state)
     pool, table = state.pool, state.table
     requests, table_width = table.pages.shape
-    source, target, tokens = as_int32(source, "source"), as_int32(target, "target"), as_int32(tokens, "tokens")
+    source, target, tokens = as_ids("source", source), as_ids("target", target), as_ids("tokens", tokens)
     inside = (source >= 0) & (source < requests) & (target >= 0) & (target < requests) & (source != target)
     from_, to = jnp.where(inside, source, 0), jnp.where(inside, target, 0)
     alive = slot_pool.live(pool, table.pages[to], table.incarnations[to])
@@ -303,7 +304,7 @@ def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax
     """Keys [W * P, Hkv, D] and values [W * P, Hkv, Dv] of one request in token order; zeros where absent or stale."""
     kv, table = state.kv, state.table
     plane, plane_inside = _plane(state, plane)
-    request = as_int32(request, "request")
+    request = as_ids("request", request)
     inside = (request >= 0) & (request < table.lengths.shape[0])
     row = jnp.where(inside, request, 0)
     alive = slot_pool.live(state.pool, table.pages[row], table.incarnations[row])
@@ -349,7 +350,7 @@ def _require_kept(state: PagedState) -> None:
 
 def _plane(state: PagedState, plane) -> tuple[jax.Array, jax.Array]:
     _require_kept(state)
-    plane = as_int32(plane, "plane")
+    plane = as_ids("plane", plane)
     if plane.ndim:
         raise ValueError(f"plane is one number, got shape {list(plane.shape)}")
     inside = (plane >= 0) & (plane < state.kv.planes)
@@ -370,7 +371,7 @@ def _put(state: PagedState, plane: jax.Array, slots: jax.Array, k: jax.Array, v:
 def _writable(state: PagedState, plane, reservation: Reservation) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(plane i32[], slots i32[B, width] with -1 where not to be written, stale i32[])."""
     plane, inside = _plane(state, plane)
-    slots, page_size = as_int32(reservation.slots, "slots"), state.kv.page_size
+    slots, page_size = as_ids("slots", reservation.slots), state.kv.page_size
     pages = jnp.where(slots >= 0, slots // page_size, slots)
     sole = slot_pool.holders_of(state.pool, pages, reservation.incarnations) == 1
     return plane, jnp.where(sole & inside, slots, -1), slot_pool.count_stale(slots, sole & inside)

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-INT32_MAX = 2**31 - 1
+from sparse_jax.validation import INT32_MAX, as_ids
 
 
 @jax.tree_util.register_dataclass
@@ -124,19 +124,8 @@ def count_stale(ids: jax.Array, alive: jax.Array) -> jax.Array:
     return jnp.sum((ids != -1) & ~alive, dtype=jnp.int32)
 
 
-def as_int32(x, name: str) -> jax.Array:
-    """`x` as int32. Wider integers saturate: no id can wrap round to a valid one. ValueError for other types."""
-    x = jnp.array(x)  # a copy: on a CPU `asarray` may share NumPy's memory, which the caller may reuse
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, got {x.dtype}{list(x.shape)}")
-    if x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
-        info = jnp.iinfo(jnp.int32)
-        x = jnp.clip(x, None if x.dtype == jnp.uint32 else info.min, info.max)
-    return jax.lax.convert_element_type(x, jnp.dtype("int32"))
-
-
 def _pairs(ids, incarnations) -> tuple[jax.Array, jax.Array]:
-    ids, incarnations = as_int32(ids, "ids"), as_int32(incarnations, "incarnations")
+    ids, incarnations = as_ids("ids", ids), as_ids("incarnations", incarnations)
     if ids.shape != incarnations.shape:
         raise ValueError(f"ids {list(ids.shape)} and incarnations {list(incarnations.shape)} must have one shape")
     return ids, incarnations

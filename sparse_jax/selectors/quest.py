@@ -4,17 +4,29 @@ Of every page and KV head the state holds the smallest and the largest value of 
 of the page can score higher than
 
     q . k  <=  sum_d max(q_d * lo_d, q_d * hi_d)
+
+Setting the length back (speculative decoding) does not shrink a box, because minima and maxima cannot be undone:
+
+- A page that keeps tokens keeps the rejected keys in its box, also after other tokens were written at their offsets.
+  The bound is still an upper bound for the keys that remain, but looser than had the draft never been written, and the
+  pages chosen may differ from those chosen without the draft.
+- A page that was empty before the draft is exact again once its offset 0 is written: that begins the box anew.
+- To get the very bits of a run without the draft, keep the state from before it (`write` returns a new one; do not
+  donate the old) and write the accepted keys to that. A copy of `lo` and `hi` of the touched pages, put back in their
+  place, does the same for less memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
 
 from sparse_jax.paging import PagedKV
 from sparse_jax.selectors.base import Pages, PageSelector, register
+from sparse_jax.validation import as_array, as_ids, require
 
 
 @jax.tree_util.register_dataclass
@@ -33,9 +45,20 @@ class Quest(PageSelector):
     """Keeps the pages whose keys could score highest; one choice per request and KV head.
 
     scale multiplies the scores before they are compared over heads, as in the attention; D ** -0.5 if None.
+    `write`, `copy` and `select` raise ValueError for arguments that do not fit each other or the state.
     """
 
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is None:
+            return
+        is_number = isinstance(self.scale, numbers.Real) and not isinstance(self.scale, bool)
+        limit = float(jnp.finfo(jnp.float32).max)  # NaN is not within it either
+        if not is_number or not -limit <= self.scale <= limit:
+            raise ValueError(f"Quest: scale is a finite number (in float32), or None; got {self.scale!r}.")
+        object.__setattr__(self, "scale", float(self.scale))
 
     def init(self, kv: PagedKV) -> Envelope:
         """See `Selector.init`."""
@@ -50,6 +73,12 @@ class Quest(PageSelector):
         The bound holds for the keys as given here; where the pool rounds them, it holds up to that rounding.
         """
         pages, page_size = state.lo.shape[0], state.page_size
+        keys, slots = as_array("keys", keys), as_ids("slots", slots)
+        require(
+            keys.shape == (*slots.shape, *state.lo.shape[1:]),
+            f"keys must have the shape {[*slots.shape, *state.lo.shape[1:]]}, that of slots and then [Hkv, D] of the "
+            f"pool, got {list(keys.shape)}",
+        )
         slots = slots.reshape(-1)
         keys = jnp.nan_to_num(keys.reshape(-1, *state.lo.shape[1:]).astype(jnp.float32))
         # -0 and +0 are equal to min and max: with one of them only, the bits do not depend on the order of the writes.
@@ -67,6 +96,11 @@ class Quest(PageSelector):
     def copy(self, state: Envelope, sources: jax.Array, targets: jax.Array) -> Envelope:
         """See `Selector.copy`."""
         pages = state.lo.shape[0]
+        sources, targets = as_ids("sources", sources), as_ids("targets", targets)
+        require(
+            sources.shape == targets.shape,
+            f"sources and targets must have one shape, got {list(sources.shape)} and {list(targets.shape)}",
+        )
         sources, targets = sources.reshape(-1), targets.reshape(-1)
         valid = (sources >= 0) & (sources < pages) & (targets >= 0)
         source, target = jnp.where(valid, sources, 0), jnp.where(valid, targets, pages)
@@ -76,7 +110,15 @@ class Quest(PageSelector):
 
     def score(self, state: Envelope, q: jax.Array, pages: Pages) -> jax.Array:
         """The best share of any query head's attention that a page could have, as a logarithm: f32[B, Hkv, W]."""
-        if self.width(page_size=pages.page_size, rows=pages.rows) >= pages.ids.shape[-1]:
+        _, kv_heads, width = state.lo.shape
+        require(q.shape[-1] == width, f"q must have the key width D = {width} of the pool, got {list(q.shape)}")
+        require(
+            (pages.exists.shape[1], pages.page_size) == (kv_heads, state.page_size),
+            f"kv_heads and page_size must be those of the pool, {kv_heads} and {state.page_size}, "
+            f"got {pages.exists.shape[1]} and {pages.page_size}",
+        )
+        table_width = pages.ids.shape[-1]
+        if self.width(page_size=pages.page_size, table_width=table_width, rows=pages.rows) == table_width:
             return jnp.float32(0)  # everything fits: nothing to rank
         # [B, Hkv, 1, W] and [B, Hkv or 1, T, 1]: a row sees the pages that begin at or before its own position.
         position = pages.lengths - pages.rows + jnp.arange(pages.rows, dtype=jnp.int32)

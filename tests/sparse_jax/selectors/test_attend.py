@@ -22,7 +22,7 @@ def run(selector, cache, q, **options):
 
 @pytest.mark.parametrize("name", PAGE_SELECTORS)
 @pytest.mark.parametrize("length", [50, 63, 64])
-def test_topk_1_output_equals_dense_when_everything_fits(name, length):
+def test_case_TOPK_1_output_equals_dense_when_everything_fits(name, length):
     """TOPK-1: equal to dense attention whenever S <= budget."""
     cache = make_cache([length], page_size=16, table_width=8)
     q = queries(1, 1, 4)
@@ -34,14 +34,14 @@ def test_topk_1_output_equals_dense_when_everything_fits(name, length):
 
 
 @pytest.mark.parametrize("name", PAGE_SELECTORS)
-def test_topk_2_output_equals_dense_over_the_two_keys(name):
+def test_case_TOPK_2_output_equals_dense_over_the_two_keys(name):
     cache = make_cache([2], page_size=1, table_width=3)
     q = queries(1, 1, 4)
     sparse = run(selectors.get(name, budget=4, sinks=1, recent=1), cache, q)
     np.testing.assert_allclose(sparse.output.out, run(selectors.get("dense"), cache, q).output.out, rtol=1e-6)
 
 
-def test_window_1_the_value_of_the_case():
+def test_case_WINDOW_1_the_value_of_the_case():
     """WINDOW-1: window 6, P 4, S 9, scores 0, v = position: 5.5, the mean of 3-8."""
     cache = make_cache([9], page_size=4, table_width=4, kv_heads=1)
     _, v = paging.flat(cache.kv)
@@ -52,6 +52,24 @@ def test_window_1_the_value_of_the_case():
     window = selectors.get("window", sinks=0, recent=6)
     np.testing.assert_allclose(run(window, cache, q, window=6).output.out, 5.5, rtol=1e-6)
     np.testing.assert_allclose(run(window, cache, q).output.out, 4.0, rtol=1e-6)  # whole pages: 0-8
+
+
+@pytest.mark.parametrize("name", PAGE_SELECTORS)
+@pytest.mark.parametrize("options", [{"budget": 10**9}, {"recent": 10**10}, {"sinks": 10**10}])
+def test_options_beyond_the_table_attend_to_everything(name, options):
+    cache = make_cache([61, 30], page_size=4, table_width=16)
+    q = queries(2, 2, 4)
+    sparse, dense = run(selectors.get(name, **options), cache, q), run(selectors.get("dense"), cache, q)
+    np.testing.assert_allclose(sparse.output.out, dense.output.out, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(sparse.tokens_read, dense.tokens_read)
+
+
+@pytest.mark.parametrize("name", selectors.names())
+def test_the_pool_is_flattened(name):
+    cache = make_cache([9], page_size=4, table_width=4)
+    selector = selectors.get(name)
+    with pytest.raises(ValueError, match=r"k_pages must be \[planes \* N, Hkv, P, D\], got \[1, 6, 2, 4, 8\]"):
+        selector.attend(selector.init(cache.kv), queries(1, 1, 4), *cache.kv, cache.view)
 
 
 @pytest.mark.parametrize("name", selectors.names())
@@ -118,7 +136,7 @@ def random_keys(seed, *, planes=2, requests=2, width=7, scale=1.0):
     return jnp.asarray(np.random.default_rng(seed).normal(0, scale, (planes, requests, width, 2, 8)), jnp.float32)
 
 
-def test_prefix_1_copy_before_write_takes_the_envelope_along():
+def test_case_PREFIX_1_copy_before_write_takes_the_envelope_along():
     """PREFIX-1: a shared, partly filled page is copied before it is written, and its envelope with it."""
     quest, state = selectors.get("quest"), paged()
     side = quest.init(state.kv)

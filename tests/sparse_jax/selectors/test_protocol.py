@@ -34,10 +34,31 @@ def test_unknown_option_lists_the_known_ones():
         selectors.get("window", sink=4)
 
 
-@pytest.mark.parametrize("options", [{"budget": 0}, {"sinks": -1}, {"recent": 2.5}, {"budget": True}, {"sinks": "4"}])
+@pytest.mark.parametrize("name", [None, 3, ["quest"], {"name": "quest"}, b"quest", selectors.Quest])
+def test_a_name_that_is_no_string_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match="known selectors: dense, quest, window"):
+        selectors.get(name)
+
+
+BAD_OPTIONS = [
+    {"budget": 0},
+    {"budget": -5},
+    {"budget": True},
+    {"budget": 64.0},
+    {"sinks": -1},
+    {"sinks": "4"},
+    {"sinks": None},
+    {"recent": 2.5},
+    {"recent": -1},
+    {"recent": float("nan")},
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
 @pytest.mark.parametrize("name", selectors.names())
 def test_options_are_checked(name, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{option} is a whole number of tokens, at least [01]; got {value!r}"):
         selectors.get(name, **options)
 
 
@@ -53,7 +74,7 @@ def test_a_name_is_given_once():
 
 
 @pytest.mark.parametrize("name", PAGE_SELECTORS)
-def test_topk_1_everything_is_read_when_it_fits_the_budget(name):
+def test_case_TOPK_1_everything_is_read_when_it_fits_the_budget(name):
     """TOPK-1: P 16, budget 64, S 50: all four pages; and at any other length up to the budget."""
     for length in (50, 1, 16, 17, 49, 63, 64):
         cache = make_cache([length], page_size=16, table_width=8)
@@ -63,16 +84,36 @@ def test_topk_1_everything_is_read_when_it_fits_the_budget(name):
 
 
 @pytest.mark.parametrize("name", PAGE_SELECTORS)
-@pytest.mark.parametrize("table_width", [2, 3, 16])
-def test_topk_2_the_width_does_not_follow_the_length(name, table_width):
-    """TOPK-2: four ids asked for, two exist: two ids, then -1, -1, however wide the table is."""
+@pytest.mark.parametrize("table_width", [2, 3, 4, 16])
+def test_case_TOPK_2_the_width_does_not_follow_the_length(name, table_width):
+    """TOPK-2: four ids asked for, two exist: two ids, then -1, -1; as far as the table is wide."""
     cache = make_cache([2], page_size=1, table_width=table_width)
     pages = select(selectors.get(name, budget=4, sinks=1, recent=1), cache, queries(1, 1, 4))
-    assert pages.tolist() == [[[0, 1, -1, -1]] * 2]
+    assert pages.tolist() == [[[0, 1, -1, -1][:table_width]] * 2]
+
+
+HUGE = [
+    {"budget": 10**9},
+    {"budget": 10**30},
+    {"recent": 10**10},
+    {"sinks": 10**10},
+    {"budget": 2**31 - 1, "sinks": 2**31 - 1, "recent": 2**31 - 1},
+]
 
 
 @pytest.mark.parametrize("name", PAGE_SELECTORS)
-def test_evict_3_something_is_always_kept(name):
+@pytest.mark.parametrize("options", HUGE)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_options_beyond_the_table_mean_all_of_it(name, options, rows):
+    """The work and the memory follow the table, not the budget."""
+    cache = make_cache([61, 0, 30], page_size=4, table_width=16)
+    pages = select(selectors.get(name, **options), cache, queries(3, rows, 4))
+    assert pages.shape == (3, 2, 16)
+    assert chosen(pages) == [set(range(16))] * 2 + [set()] * 2 + [set(range(8))] * 2
+
+
+@pytest.mark.parametrize("name", PAGE_SELECTORS)
+def test_case_EVICT_3_something_is_always_kept(name):
     """EVICT-3: S 1 and 2 with a budget that rounds to less than a page still keep a page; the query's own."""
     for length in (1, 2):
         cache = make_cache([length], page_size=1, table_width=4)
@@ -89,7 +130,7 @@ def test_sinks_and_the_window_of_every_row_are_kept(name, page_size, rows):
     cache = make_cache(lengths, page_size=page_size, table_width=64 // page_size)
     selector = selectors.get(name, budget=16, sinks=sinks, recent=recent)
     pages = select(selector, cache, queries(len(lengths), rows, 4))
-    assert pages.shape[-1] == selector.width(page_size=page_size, rows=rows)
+    assert pages.shape[-1] == selector.width(page_size=page_size, table_width=64 // page_size, rows=rows)
     for b, length in enumerate(lengths):
         first = max(0, length - rows - recent + 1)  # of row 0, whose position is length - rows
         tokens = {*range(min(sinks, length)), *range(first, length)}
@@ -142,12 +183,16 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
 
 
 def test_budgets_round_up_to_pages():
-    assert selectors.get("quest", budget=65, sinks=0, recent=1).width(page_size=16) == 5
-    assert selectors.get("quest", budget=1, sinks=17, recent=1).width(page_size=16) == 3
-    assert selectors.get("quest", budget=1, sinks=0, recent=18).width(page_size=16) == 3  # 18 tokens can touch 3 pages
-    assert selectors.get("quest", budget=1, sinks=0, recent=17).width(page_size=16, rows=2) == 3
-    assert selectors.get("quest", budget=1, sinks=0, recent=9).width(page_size=1) == 9
-    assert selectors.get("quest").width(page_size=16) == 64
+    def width(page_size, rows=1, table_width=100, **options):
+        return selectors.get("quest", **options).width(page_size=page_size, table_width=table_width, rows=rows)
+
+    assert width(16, budget=65, sinks=0, recent=1) == 5
+    assert width(16, budget=65, sinks=0, recent=1, table_width=4) == 4
+    assert width(16, budget=1, sinks=17, recent=1) == 3
+    assert width(16, budget=1, sinks=0, recent=18) == 3  # 18 tokens can touch 3 pages
+    assert width(16, budget=1, sinks=0, recent=17, rows=2) == 3
+    assert width(1, budget=1, sinks=0, recent=9) == 9
+    assert width(16) == 64
 
 
 def test_tokens_read_counts_tokens_not_slots():
@@ -163,10 +208,30 @@ def test_q_shapes_are_checked():
     cache = make_cache([9], page_size=4, table_width=4)
     selector = selectors.get("quest")
     state = filled(selector, cache)
-    with pytest.raises(ValueError, match=r"\(1, 1, 3, 8\)"):
+    with pytest.raises(ValueError, match=r"q must be .* multiple of 2 KV heads, got \[1, 1, 3, 8\]"):
         selector.select(state, queries(1, 1, 3), cache.view, kv_heads=2, page_size=4)
     flat = selector.select(state, queries(1, 1, 4)[:, 0], cache.view, kv_heads=2, page_size=4)
     np.testing.assert_array_equal(flat, select(selector, cache, queries(1, 1, 4)))
+
+
+@pytest.mark.parametrize("name", PAGE_SELECTORS)
+@pytest.mark.parametrize(
+    ("table", "lengths", "message"),
+    [
+        ((2, 4), (2,), "q must have the 2 requests of view.page_table, got 1"),
+        ((1, 0), (1,), r"view.page_table must be .* got \[1, 0\]"),
+        ((4,), (1,), r"view.page_table must be .* got \[4\]"),
+        ((1, 3, 4), (1,), r"view.page_table must be \[B, W\] or \[B, 2, W\] .* got \[1, 3, 4\]"),
+        ((1, 4), (2,), r"view.lengths must be \[1\] or \[1, 2\], got \[2\]"),
+        ((1, 4), (1, 3), r"view.lengths must be \[1\] or \[1, 2\], got \[1, 3\]"),
+    ],
+)
+def test_view_shapes_are_checked(name, table, lengths, message):
+    cache = make_cache([9], page_size=4, table_width=4)
+    selector = selectors.get(name)
+    view = type(cache.view)(jnp.zeros(table, jnp.int32), jnp.ones(lengths, jnp.int32))
+    with pytest.raises(ValueError, match=message):
+        selector.select(selector.init(cache.kv), queries(1, 1, 4), view, kv_heads=2, page_size=4)
 
 
 @pytest.mark.parametrize("name", selectors.names())

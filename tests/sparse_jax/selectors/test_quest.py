@@ -1,5 +1,6 @@
 """Quest: the envelope is exact and follows its page, its bound holds, and the choice is the best by that bound."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -86,7 +87,7 @@ def test_pages_with_the_highest_shares_are_chosen(group, page_size, rows):
     always = {0, *(token // page_size for token in range(length - rows, length))}
     for k in range(2):
         rest = [page for page in np.argsort(-share[k], kind="stable") if page not in always]
-        width = selector.width(page_size=page_size, rows=rows)
+        width = selector.width(page_size=page_size, table_width=64 // page_size, rows=rows)
         assert kept[k] == always | set(rest[: width - len(always)])
 
 
@@ -180,7 +181,7 @@ def test_mutation_without_the_reset_the_old_owner_shows():
 BAD_SLOTS = [-1, -2, -(2**31), 2**31 - 1]
 
 
-def test_pad_2_absent_slots_write_nothing():
+def test_case_PAD_2_and_OOB_1_absent_slots_write_nothing():
     """PAD-2, OOB-1: -1 and ids out of range reach no page; the last page least of all."""
     cache = make_cache([8], page_size=4, table_width=2)
     state = filled(QUEST, cache)
@@ -192,7 +193,7 @@ def test_pad_2_absent_slots_write_nothing():
     assert changed.tolist() == [1]
 
 
-def test_prefix_1_side_data_moves_with_its_page():
+def test_case_PREFIX_1_side_data_moves_with_its_page():
     """PREFIX-1: after copies the targets have the sources' envelopes, and nothing else has changed."""
     cache = make_cache([32], page_size=4, table_width=8)
     state = filled(QUEST, cache)
@@ -203,7 +204,7 @@ def test_prefix_1_side_data_moves_with_its_page():
         np.testing.assert_array_equal(getattr(moved, name), expected)
 
 
-def test_prefix_1_copies_happen_at_once():
+def test_case_PREFIX_1_copies_happen_at_once():
     """A swap, and a page that is both read and overwritten: sources are read before any target is written."""
     cache = make_cache([32], page_size=4, table_width=8)
     state = filled(QUEST, cache)
@@ -227,7 +228,7 @@ def test_a_choice_does_not_depend_on_placement():
     np.testing.assert_array_equal(select(QUEST, first, q), select(QUEST, other, q))
 
 
-def test_poison_foreign_pages_change_nothing():
+def test_case_POISON_foreign_pages_change_nothing():
     """POISON: whatever pages outside the table hold, and whatever a sick request wrote, the choice is the same."""
     cache = make_cache([61, 40], page_size=4, table_width=16)
     q = queries(2, 1, 4)
@@ -276,3 +277,105 @@ def test_the_scale_is_that_of_the_attention():
     np.testing.assert_allclose(
         bounds_of(state, q, table, 0.5), bounds_of(state, q, table) * 0.5 * 8**0.5, rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    "scale", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400, "0.5", True, 1j, [0.5], np.float32("nan")]
+)
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(ValueError, match="scale is a finite number"):
+        selectors.get("quest", scale=scale)
+
+
+def test_a_scale_becomes_a_float():
+    for scale in (1, 1.0, np.float32(1), np.int64(1)):
+        selector = selectors.get("quest", scale=scale)
+        assert selector == selectors.get("quest", scale=1.0)
+        assert type(selector.scale) is float
+    assert selectors.get("quest").scale is None
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7), (3, 1, 8), (2, 2, 8), (2, 8), (1, 3, 2, 8), (3, 8, 2), (16, 3)])
+def test_key_shapes_are_checked(shape):
+    state = QUEST.init(make_cache([8], page_size=4, table_width=2).kv)
+    with pytest.raises(ValueError, match=r"keys must have the shape \[3, 2, 8\].* got \[" + ", ".join(map(str, shape))):
+        QUEST.write(state, jnp.zeros(shape), jnp.arange(3, dtype=jnp.int32))
+
+
+def test_slots_and_copies_are_checked():
+    state = QUEST.init(make_cache([8], page_size=4, table_width=2).kv)
+    with pytest.raises(ValueError, match=r"slots must hold integers, got float32"):
+        QUEST.write(state, jnp.zeros((3, 2, 8)), jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"sources and targets must have one shape, got \[1\] and \[2\]"):
+        QUEST.copy(state, jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match=r"targets must hold integers, got float32"):
+        QUEST.copy(state, jnp.zeros(1, jnp.int32), jnp.zeros(1))
+
+
+def test_wide_numpy_slots_do_not_wrap():
+    """Contract 1: 2 ** 32 is out of range, not slot 0."""
+    cache = make_cache([8], page_size=4, table_width=2)
+    state = filled(QUEST, cache)
+    wide = np.array([2**32, -(2**32), 2**33 + 4])
+    assert_same(QUEST.write(state, np.full((3, 2, 8), 9.0, np.float32), wide), state)
+    assert_same(QUEST.copy(state, np.array([1, 1, 1]), wide), state)
+
+
+@pytest.mark.parametrize("budget", [4, 4096])  # ranked, and everything fits
+def test_q_and_pool_must_fit(budget):
+    cache = make_cache([32], page_size=4, table_width=8)
+    selector, state = selectors.get("quest", budget=budget, sinks=0, recent=1), filled(QUEST, cache)
+    with pytest.raises(ValueError, match=r"q must have the key width D = 8 of the pool, got \[1, 1, 4, 6\]"):
+        selector.select(state, queries(1, 1, 4, width=6), cache.view, kv_heads=2, page_size=4)
+    with pytest.raises(ValueError, match="kv_heads and page_size must be those of the pool, 2 and 4, got 4 and 4"):
+        selector.select(state, queries(1, 1, 4), cache.view, kv_heads=4, page_size=4)
+    with pytest.raises(ValueError, match="kv_heads and page_size must be those of the pool, 2 and 4, got 2 and 8"):
+        selector.select(state, queries(1, 1, 4), cache.view, kv_heads=2, page_size=8)
+
+
+def drafting():
+    """Six tokens, a loud draft of three (two in page 1, which stays, one in page 2), and the tokens that come instead.
+
+    Returns the cache with all nine true tokens, the state before the draft, the state after it, and the true tokens.
+    """
+    cache = make_cache([9], page_size=4, table_width=3)
+    slots = jnp.asarray(cache.slots[0])
+    keys = jnp.asarray(cache.keys[0])
+    before = QUEST.write(QUEST.init(cache.kv), keys[:6], slots[:6])
+    draft = jnp.asarray(np.random.default_rng(7).normal(0, 50, (3, 2, 8)), jnp.float32)
+    return cache, before, QUEST.write(before, draft, slots[6:9]), keys, slots
+
+
+def test_case_SPEC_4_a_rejected_draft_loosens_the_bound_of_its_page_only():
+    """SPEC-4: the bound stays an upper bound; a page that began with the draft is exact again."""
+    cache, before, drafted, keys, slots = drafting()
+    never, after = (QUEST.write(state, keys[6:9], slots[6:9]) for state in (before, drafted))
+    page = int(cache.view.page_table[0, 1])
+    assert (np.asarray(after.lo) <= np.asarray(never.lo)).all()
+    assert (np.asarray(after.hi) >= np.asarray(never.hi)).all()
+    differs = (np.asarray(after.lo) != np.asarray(never.lo)) | (np.asarray(after.hi) != np.asarray(never.hi))
+    assert np.flatnonzero(differs.any(axis=(1, 2))).tolist() == [page]
+    q, table = queries(1, 1, 2), cache.view.page_table[:, None]
+    loose, tight = (np.asarray(bounds_of(state, q, table))[0, :, 0, 0] for state in (after, never))  # [Hkv, W]
+    exact = np.einsum("kd,skd->ks", np.asarray(q[0, 0]), cache.keys[0, 4:8]) / 8**0.5
+    assert (loose[:, 1] >= exact.max(axis=-1)).all()
+    assert (loose[:, 1] > tight[:, 1]).all()
+    np.testing.assert_array_equal(loose[:, [0, 2]], tight[:, [0, 2]])
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+def test_case_SPEC_4_the_old_state_gives_the_bits_of_no_draft(accepted):
+    """SPEC-4: the state before the draft, or its touched pages put back, then only the accepted tokens."""
+    cache, before, drafted, keys, slots = drafting()
+    assert any((np.asarray(x) != np.asarray(y)).any() for x, y in zip(*map(jax.tree.leaves, (before, drafted))))
+    count = 6 + accepted
+    one_by_one = QUEST.init(cache.kv)
+    for t in range(count):
+        one_by_one = QUEST.write(one_by_one, keys[t], slots[t])
+    kept = jnp.where(jnp.arange(9) < count, slots[:9], -1)[6:]
+    touched = cache.view.page_table[0, 1:]
+    put_back = dataclasses.replace(
+        drafted, lo=drafted.lo.at[touched].set(before.lo[touched]), hi=drafted.hi.at[touched].set(before.hi[touched])
+    )
+    for restored in (before, put_back):
+        assert_same(QUEST.write(restored, keys[6:9], kept), one_by_one)

@@ -13,12 +13,12 @@ def kept(length, page_size, **options):
     return sorted(pages)
 
 
-def test_window_1_no_token_of_the_window_is_lost():
+def test_case_WINDOW_1_no_token_of_the_window_is_lost():
     """WINDOW-1: window 6, P 4, S 9 (positions 3-8): three pages."""
     assert kept(9, 4, sinks=0, recent=6) == [0, 1, 2]
 
 
-def test_window_2_the_own_token_counts():
+def test_case_WINDOW_2_the_own_token_counts():
     """WINDOW-2: window 4 at position 9: keys 6-9."""
     assert kept(10, 1, sinks=0, recent=4) == [6, 7, 8, 9]
     assert kept(10, 2, sinks=0, recent=4) == [3, 4]

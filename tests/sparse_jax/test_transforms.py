@@ -166,12 +166,14 @@ def test_64_bit_mode_changes_nothing(op):
                 call(op, case, {**x, "q": x["q"].astype(jnp.float64)}, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", None])
-def test_heads_split_over_devices_inside_shard_map_with_checking_on(implementation):
-    """TRANSFORM-2, on one device here: the mesh axis has size 1, the checks are the same."""
+@pytest.mark.parametrize("implementation", ["xla", None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_case_TRANSFORM_2_heads_split_over_devices_with_checking_on(implementation):
+    """Inside shard_map, over two devices where there are two; with one the same checks run."""
     case = CASES["gqa4"]
     x = make_inputs(case)
-    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    devices = jax.devices()[:2]
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((len(devices),), ("heads",), devices=devices, axis_types=auto)
     spec = jax.sharding.PartitionSpec
     names = ("q", "k_pages", "v_pages", "page_table", "lengths")
     in_specs = (spec(None, None, "heads"), spec(None, "heads"), spec(None, "heads"), spec(), spec())
@@ -181,7 +183,9 @@ def test_heads_split_over_devices_inside_shard_map_with_checking_on(implementati
         in_specs=in_specs,
         out_specs=spec(None, None, "heads"),
     )
-    assert_close(jax.jit(run)(*(x[n] for n in names)), call("paged", case, x, implementation="xla").out)
+    out = jax.jit(run)(*(x[n] for n in names))
+    assert len(out.sharding.device_set) == len(devices)
+    assert_close(out, call("paged", case, x, implementation="xla").out)
 
 
 def test_checked_composes_with_scan_and_vmap():

@@ -18,7 +18,7 @@ BOTH = ["xla", "interpret"]
 
 
 def scalar_inputs(scores, values, *, page_size, table, lengths):
-    """D = 1 with q = 1, so that a key is its own score (cases.md)."""
+    """D = 1 with q = 1, so that a key is its own score."""
     k = jnp.asarray(scores, jnp.float32).reshape(-1, 1, page_size, 1)
     v = jnp.asarray(values, jnp.float32).reshape(-1, 1, page_size, 1)
     q = jnp.ones((len(lengths), 1, 1), jnp.float32)

@@ -1,4 +1,4 @@
-"""The rows of cases.md that speak of page tables, allocation and cache writes."""
+"""Reported cases of other systems that speak of page tables, allocation and cache writes."""
 
 import dataclasses
 import gc

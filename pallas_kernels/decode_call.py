@@ -51,6 +51,11 @@ class Shape:
             dtype=dtype,
         )
 
+    @property
+    def tokens(self) -> int:
+        """Query tokens whose rows share a program's keys: T, or 1 where each t has its own list."""
+        return self.rows // self.group_size
+
     def tiles(self, launch: Launch) -> int:
         """Programs that share the query rows of one (group, KV head)."""
         return -(-self.rows // launch.block_rows)

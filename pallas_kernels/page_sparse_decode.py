@@ -77,7 +77,7 @@ def page_sparse_decode_kernel(
         present = in_pool & (index < length)
         position = true_positions(key_positions_ref, index, page, offset, present, program)
         visible = visibility(position, present, row_position, window)
-        if shape.rows == shape.group_size:
+        if shape.tokens == 1:
             present = visible[0]
         return Keys(page, offset, present, visible)
 
@@ -85,7 +85,7 @@ def page_sparse_decode_kernel(
         q_ref, k_ref, v_ref, scales, out_ref, lse_ref, scores_ref,
         program=program, locate=locate, blocks=split_range(0, chosen * page_size, chosen * page_size, program, launch),
         # Pages come in any order, so a page that only some of the T rows see may stand anywhere.
-        uniform_until=None if shape.rows == shape.group_size else jnp.int32(0), shape=shape, launch=launch,
+        uniform_until=None if shape.tokens == 1 else jnp.int32(0), shape=shape, launch=launch,
     )  # fmt: skip
 
 

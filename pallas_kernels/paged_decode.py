@@ -50,7 +50,6 @@ def paged_decode_kernel(
     """One program: a query tile against a share of the keys of its page table."""
     program = this_program(shape, launch)
     width, page_size = table_ref.shape[-1], shape.page_size
-    t_rows = shape.rows // shape.group_size
     length = lengths_ref[program.group, of_head(lengths_ref, program.head)]
     row_position = row_positions(program, length, q_positions_ref, shape)
     end = jnp.clip(length, 0, width * page_size)
@@ -62,12 +61,12 @@ def paged_decode_kernel(
         present = present & (index < end)
         position = true_positions(key_positions_ref, index, page, offset, present, program)
         visible = visibility(position, present, row_position, window)
-        if t_rows == 1:
+        if shape.tokens == 1:
             present = visible[0]
         return Keys(page, offset, present, visible)
 
     # Only where the place is the position can rows bound the walk. (min first: a position may be the largest int32)
-    begin, uniform_until = jnp.int32(0), None if t_rows == 1 else jnp.int32(0)
+    begin, uniform_until = jnp.int32(0), None if shape.tokens == 1 else jnp.int32(0)
     if key_positions_ref is None:
         end = jnp.minimum(end - 1, jnp.max(row_position)) + 1
         first_row = jnp.min(
@@ -75,7 +74,7 @@ def paged_decode_kernel(
         )
         if window is not None:
             begin = jnp.clip(first_row + 1 - window, 0, end)
-        elif t_rows > 1:
+        elif shape.tokens > 1:
             uniform_until = lax.div(jnp.minimum(first_row + 1, end), jnp.int32(launch.block_tokens))
     blocks = split_range(begin, end, width * page_size, program, launch)
     attend(

@@ -24,8 +24,7 @@ def row_positions(
 
     repeat: consecutive groups of one request, each with its own token (t is the group within the request).
     """
-    t_rows = shape.rows // shape.group_size
-    if t_rows == 1:
+    if shape.tokens == 1:
         t = lax.rem(program.group, jnp.int32(repeat))
         if q_positions_ref is None:
             return jnp.broadcast_to(length - repeat + t, (1,))
@@ -33,7 +32,7 @@ def row_positions(
     t = lax.div(program.rows, jnp.int32(shape.group_size))
     is_row = program.rows < shape.rows
     if q_positions_ref is None:
-        return jnp.where(is_row, length - t_rows + t, -1)
+        return jnp.where(is_row, length - shape.tokens + t, -1)
     return lowering.load(q_positions_ref.at[program.group, jnp.where(is_row, t, 0)], mask=is_row, other=-1)
 
 

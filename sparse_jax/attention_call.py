@@ -112,9 +112,8 @@ class Call:
         width, page_size = page_table.shape[-1], self.k_pages.shape[2]
         require(width >= 1, f"page_table must have at least one column, got {list(page_table.shape)}")
         require(width * page_size <= INT32_MAX, f"W * P must fit in 32 bits, got {width} * {page_size}")
-        return page_table if page_table.ndim == 3 else page_table[:, None], lengths if lengths.ndim == 2 else lengths[
-            :, None
-        ]
+        page_table = page_table if page_table.ndim == 3 else page_table[:, None]
+        return page_table, lengths if lengths.ndim == 2 else lengths[:, None]
 
     def lists(self, name: str, ids: Any) -> jax.Array:
         """i32[B, T or 1, Hkv, C]."""
@@ -203,9 +202,8 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
         # The lowering takes 64-bit offsets only above 2^32 bytes; between, a 32-bit offset of one-byte elements wraps.
         if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
             return (
-                f"{name} has {pool.size} one-byte elements; it cannot address pools of one-byte elements between "
-                "2^31 and 2^32. Make the pool smaller than 2^31 or larger than 2^32 elements, or use "
-                'implementation="xla".'
+                f"{name} has {pool.size} one-byte elements; the kernel cannot address between 2^31 and 2^32 of them. "
+                'Make the pool smaller than 2^31 or larger than 2^32 elements, or use implementation="xla".'
             )
     return None
 
@@ -222,7 +220,7 @@ def _compute(
         "soft_cap": options.soft_cap,
         **({"window": options.window} if operation.windowed else {}),
     }
-    scores = {"return_scores": options.return_weights} if operation.weighted else {}
+    asked = {"return_scores": options.return_weights} if operation.weighted else {}
     plain = all(extra is None for extra in extras) and jnp.dtype(options.out_dtype).itemsize > 1
 
     # Everything that is differentiated is an argument, none is captured.
@@ -233,10 +231,10 @@ def _compute(
     def kernel(args: Any, extras: Any, *, interpret: bool) -> AttentionOutput:
         # With nothing left to do after the merge, a single split writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
-        outs, lses, raw = operation.kernel(
-            *args, **common, **scores, out_dtype=out_dtype, config=options.config, interpret=interpret
+        outs, lses, scores = operation.kernel(
+            *args, **common, **asked, out_dtype=out_dtype, config=options.config, interpret=interpret
         )
-        return _finish(outs, lses, raw, extras, options)
+        return _finish(outs, lses, scores, extras, options)
 
     return dispatch.run(
         options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)

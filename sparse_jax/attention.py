@@ -67,9 +67,9 @@ def paged_attention(
 ) -> AttentionOutput:
     """Dense attention of one or more query tokens per request over its pages.
 
-    q: [B, Hq, D] or [B, T, Hq, D], float32, bfloat16 or float16. Row t is the token at position `length - T + t` and
-    sees up to itself.
-    k_pages [N, Hkv, P, D], v_pages [N, Hkv, P, Dv]: the same dtypes or float8_e4m3fn; P a power of two.
+    q: [B, Hq, D] or [B, T, Hq, D], float32, bfloat16, float16 or float8_e4m3fn (widened to bfloat16, exactly). Row t is
+    the token at position `length - T + t` and sees up to itself.
+    k_pages [N, Hkv, P, D], v_pages [N, Hkv, P, Dv]: the same dtypes; P a power of two.
     page_table: i32[B, W] or i32[B, Hkv, W] page ids; -1 is absent, and so is any id out of range.
     lengths: i32[B] or i32[B, Hkv] tokens in the cache, this step's included.
     q_positions: i32[B] or i32[B, T], other positions of the rows; -1 makes a padding row, which sees nothing.
@@ -77,7 +77,8 @@ def paged_attention(
     scale: default D ** -0.5. window: sees that many tokens, its own included. soft_cap: cap * tanh(score / cap).
     sinks: f32[Hq], one more term of each softmax sum.
     k_scale, v_scale: f32[] or f32[N, Hkv, P], multiply the stored values.
-    out_dtype: default that of q. out_scale: f32[], the stored result times it is the real one.
+    out_dtype: default that of q, bfloat16 for float8_e4m3fn queries. out_scale: f32[], the stored result times it is
+    the real one.
     implementation: None (best for the platform), "xla", "triton" or "interpret".
     config: tuning values of the kernel.
 

@@ -75,7 +75,8 @@ class Call:
     @staticmethod
     def of(q: Any, k_pages: Any, v_pages: Any, sinks: Any, k_scale: Any, v_scale: Any, out_scale: Any) -> Call:
         """Checks what every operation takes. Raises ValueError with the values seen."""
-        q = as_float("q", q)
+        q = as_float("q", q, CACHE_DTYPES)
+        q = q.astype(jnp.bfloat16) if q.dtype.itemsize == 1 else q  # exact
         k_pages, v_pages = as_float("k_pages", k_pages, CACHE_DTYPES), as_float("v_pages", v_pages, CACHE_DTYPES)
         require(q.ndim in (3, 4), f"q must be [B, Hq, D] or [B, T, Hq, D], got {list(q.shape)}")
         check_shape("k_pages", k_pages, (None, None, None, q.shape[-1]))

@@ -28,6 +28,7 @@ class Row:
     low: float | None = None
     high: float | None = None
     kernel_microseconds: float | None = None
+    kernels: dict[str, Any] = dataclasses.field(default_factory=dict)  # name: [microseconds, launches] of one call
     terabytes_per_second: float | None = None  # bytes / microseconds
     of_copy: float | None = None  # fraction of the copy bandwidth measured in the same run
     error: float | None = None  # relative L2 distance to the plain XLA result of the same inputs
@@ -43,6 +44,7 @@ class Row:
             low=timing.low,
             high=timing.high,
             kernel_microseconds=timing.kernel_microseconds,
+            kernels={name: list(kernel) for name, kernel in (timing.kernels or {}).items()},
             terabytes_per_second=speed / 1e12,
             of_copy=speed / copy_bandwidth if copy_bandwidth else None,
             **changes,

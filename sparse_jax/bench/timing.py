@@ -1,8 +1,6 @@
 """How things are timed: chains of calls in one scan, several jits in flight, medians; and the copy bandwidth."""
 
 import functools
-import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from sparse_jax.bench.profiler import KernelTime, Profile, profile
 
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
@@ -47,6 +47,7 @@ class Timing(NamedTuple):
     high: float  # slowest repeat
     kernel_microseconds: float | None  # the profiler's sum of kernel times for one call; None where it was not read
     first: jax.Array
+    kernels: dict[str, KernelTime] | None = None  # the same by kernel
 
 
 def sets_to_rotate(bytes_per_call: int) -> int:
@@ -94,10 +95,11 @@ def measure(
     repeats = effort.repeats if once < 1 else 2
     samples = [_seconds(lambda: run(carry, fixed, sets), queued) / (queued * calls) * 1e6 for _ in range(repeats)]
     median = float(np.median(samples))
-    kernels = None
-    if jax.default_backend() == "gpu" and median < 200:  # what the host costs shows beside calls this short
-        kernels = _kernel_microseconds(lambda: run(carry, fixed, sets), calls, wall=median)
-    return Timing(median, min(samples), max(samples), kernels, first)
+    seen = None
+    if jax.default_backend() == "gpu" and median < 2000:  # what the host costs shows beside calls this short
+        seen = _believable(lambda: run(carry, fixed, sets), calls, wall=median)
+    kernels = seen.kernels if seen else None
+    return Timing(median, min(samples), max(samples), seen.microseconds if seen else None, first, kernels)
 
 
 def _seconds(run: Callable[[], Any], queued: int) -> float:
@@ -108,21 +110,13 @@ def _seconds(run: Callable[[], Any], queued: int) -> float:
     return time.perf_counter() - start
 
 
-def _kernel_microseconds(run: Callable[[], Any], calls: int, wall: float, runs: int = 3) -> float | None:
-    """Time that kernels of one call were running, from JAX's profiler; None where it tells nothing believable."""
+def _believable(run: Callable[[], Any], calls: int, wall: float) -> Profile | None:
+    """What the profiler saw of one call; None where its kernel times cannot be right beside the wall time."""
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready([run() for _ in range(runs)])
-            (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-        streams = [
-            line for plane in planes if "/device:GPU" in plane.name for line in plane.lines if "Stream" in line.name
-        ]
-        kernels = sum(event.duration_ns for line in streams for event in line.events) / 1e3 / (runs * calls)
+        seen = profile(run, calls)
     except Exception:  # a profiler that is absent or changed must not cost the measurement
         return None
-    return kernels if 0.1 * wall < kernels < 1.3 * wall else None
+    return seen if 0.1 * wall < seen.microseconds < 1.3 * wall else None
 
 
 def copy_bandwidth(nbytes: int | None = None, repeats: int = 5) -> float:

@@ -97,15 +97,24 @@ def test_measure_gives_a_positive_median_inside_its_spread():
 
 @pytest.mark.parametrize(("nanoseconds", "expected"), [(4000, 8.0), (400_000, None), (0, None)])
 def test_kernel_time_is_the_sum_over_streams_where_believable(monkeypatch, nanoseconds, expected):
-    def line(name):
-        return types.SimpleNamespace(name=name, events=[types.SimpleNamespace(duration_ns=nanoseconds)] * 6)
+    def line(name, *events):
+        events = [types.SimpleNamespace(name=event, duration_ns=nanoseconds) for event in events]
+        return types.SimpleNamespace(name=name, events=events * 6)
 
-    gpu = types.SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #7"), line("Stream #8"), line("XLA Ops")])
-    host = types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #1")])
+    gpu = types.SimpleNamespace(
+        name="/device:GPU:0", lines=[line("Stream #7", "a"), line("Stream #8", "b"), line("XLA Ops", "a")]
+    )
+    host = types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", "cuGraphLaunch", "cuMemAlloc", "other")])
     read = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=[gpu, host]))
     monkeypatch.setattr(jax.profiler, "ProfileData", read)
-    found = timing._kernel_microseconds(lambda: jnp.ones(2) + 1, calls=2, wall=10.0)
-    assert found == expected
+    seen = timing._believable(lambda: jnp.ones(2) + 1, calls=2, wall=10.0)
+    if expected is None:
+        assert seen is None
+        return
+    assert seen.microseconds == expected
+    assert seen.kernels == {"a": (4.0, 1.0), "b": (4.0, 1.0)}
+    assert seen.launches == 2
+    assert seen.host == {"cuGraphLaunch": 1.0}
 
 
 def test_suite_on_a_cpu_measures_plain_xla_and_says_so(tiny_suite):

@@ -1,0 +1,72 @@
+"""What JAX's profiler saw: time and launches of each kernel, and which CUDA calls the host made."""
+
+import collections
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+CUDA_LAUNCH = re.compile(r"cu(Graph|Launch|Mem\w*cpy|Stream\w*Sync|Event\w*Sync|Ctx\w*Sync)")
+
+
+class KernelTime(NamedTuple):
+    """One kernel by name, as a share of one call."""
+
+    microseconds: float  # of all its launches together
+    launches: float
+
+
+class Profile(NamedTuple):
+    """What one call did, on average."""
+
+    kernels: dict[str, KernelTime]  # by falling time
+    host: dict[str, float]  # CUDA calls that launch, copy or wait, and how often
+
+    @property
+    def microseconds(self) -> float:
+        """Time that kernels were running."""
+        return sum(kernel.microseconds for kernel in self.kernels.values())
+
+    @property
+    def launches(self) -> float:
+        """Kernels that ran."""
+        return sum(kernel.launches for kernel in self.kernels.values())
+
+
+def profile(run: Callable[[], Any], calls: int = 1, runs: int = 3) -> Profile:
+    """Profiles `runs` runs of a compiled function that makes `calls` calls each. Raises what the profiler raises.
+
+    XLA launches kernel by kernel while it is watched, unless compiled with xla_enable_command_buffers_during_profiling.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's calls would slow the host down and are not asked for
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready([run() for _ in range(runs)])
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    total, launches, host = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
+    for plane in planes:
+        for line in plane.lines:
+            if "/device:GPU" in plane.name and "Stream" in line.name:
+                for event in line.events:
+                    total[event.name] += event.duration_ns
+                    launches[event.name] += 1
+            elif "/host" in plane.name:
+                host.update(event.name for event in line.events if CUDA_LAUNCH.match(event.name))
+    per_call = 1 / (runs * calls)
+    kernels = {
+        name: KernelTime(nanoseconds / 1e3 * per_call, launches[name] * per_call)
+        for name, nanoseconds in total.most_common()
+    }
+    return Profile(kernels, {name: count * per_call for name, count in host.most_common()})
+
+
+def kernel_times(step: Callable[..., Any], *args: Any, runs: int = 20) -> Profile:
+    """Compiles `step(*args)` and profiles it alone, for a look at what its kernels cost."""
+    compiled = jax.jit(step)
+    jax.block_until_ready(compiled(*args))
+    return profile(lambda: compiled(*args), runs=runs)

@@ -11,4 +11,7 @@ from sparse_jax.ops import merge_attention as merge_attention
 from sparse_jax.ops import retained_count as retained_count
 from sparse_jax.ops import to_slots as to_slots
 from sparse_jax.ops import top_k as top_k
+from sparse_jax.tuning import Tuning as Tuning
+from sparse_jax.tuning import TuningWarning as TuningWarning
+from sparse_jax.tuning import load_tuning as load_tuning
 from sparse_jax.validation import checked as checked

@@ -14,6 +14,7 @@ import pallas_kernels
 from pallas_kernels import Config
 from sparse_jax import xla
 from sparse_jax.attention_call import AttentionOutput, Call, Operation
+from sparse_jax.tuning import Tuning
 from sparse_jax.validation import INT32_MAX, debug_ids, debug_lengths
 
 
@@ -36,12 +37,35 @@ def _check_token_sparse(k_pages: jax.Array, slots: jax.Array) -> None:
     debug_ids("slots", slots, min(k_pages.shape[0] * k_pages.shape[2], INT32_MAX))
 
 
-_PAGED = Operation(xla.paged_attention, pallas_kernels.paged_decode, _check_paged, windowed=True, weighted=False)
+_PAGED = Operation(
+    name="paged_attention",
+    meaning=xla.paged_attention,
+    kernel=pallas_kernels.paged_decode,
+    check=_check_paged,
+    windowed=True,
+    weighted=False,
+    listing=0,
+    by_page=True,
+)
 _PAGE_SPARSE = Operation(
-    xla.page_sparse_attention, pallas_kernels.page_sparse_decode, _check_page_sparse, windowed=True, weighted=True
+    name="page_sparse_attention",
+    meaning=xla.page_sparse_attention,
+    kernel=pallas_kernels.page_sparse_decode,
+    check=_check_page_sparse,
+    windowed=True,
+    weighted=True,
+    listing=2,
+    by_page=True,
 )
 _TOKEN_SPARSE = Operation(
-    xla.token_sparse_attention, pallas_kernels.token_sparse_decode, _check_token_sparse, windowed=False, weighted=True
+    name="token_sparse_attention",
+    meaning=xla.token_sparse_attention,
+    kernel=pallas_kernels.token_sparse_decode,
+    check=_check_token_sparse,
+    windowed=False,
+    weighted=True,
+    listing=0,
+    by_page=False,
 )
 
 
@@ -63,7 +87,7 @@ def paged_attention(
     out_dtype: Any = None,
     out_scale: Any = None,
     implementation: str | None = None,
-    config: Config | None = None,
+    config: Config | Tuning | None = None,
 ) -> AttentionOutput:
     """Dense attention of one or more query tokens per request over its pages.
 
@@ -80,7 +104,7 @@ def paged_attention(
     out_dtype: default that of q, bfloat16 for float8_e4m3fn queries. out_scale: f32[], the stored result times it is
     the real one.
     implementation: None (best for the platform), "xla", "triton" or "interpret".
-    config: tuning values of the kernel.
+    config: tuning values of the kernel, or a Tuning, which has those measured on this GPU for some shapes.
 
     float32 operands are multiplied in full precision. Raises ValueError (with the values) for shapes, dtypes and
     options that do not fit, NotImplementedError where only another implementation supports them. Source: Kwon et al.,
@@ -113,7 +137,7 @@ def page_sparse_attention(
     out_scale: Any = None,
     return_weights: bool = False,
     implementation: str | None = None,
-    config: Config | None = None,
+    config: Config | Tuning | None = None,
 ) -> AttentionOutput:
     """Attention over chosen pages of each request; the other arguments are those of `paged_attention`.
 
@@ -149,7 +173,7 @@ def token_sparse_attention(
     out_scale: Any = None,
     return_weights: bool = False,
     implementation: str | None = None,
-    config: Config | None = None,
+    config: Config | Tuning | None = None,
 ) -> AttentionOutput:
     """Attention over chosen tokens; the other arguments are those of `paged_attention`.
 

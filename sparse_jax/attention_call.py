@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import Config
 from sparse_jax import dispatch
 from sparse_jax.dispatch import IMPLEMENTATIONS
+from sparse_jax.tuning import CallShape, Tuning
 from sparse_jax.validation import CACHE_DTYPES, INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, require
 from sparse_jax.xla.merge_attention import merge_attention
 
@@ -39,11 +40,14 @@ class Operation(NamedTuple):
     All take the same operands in the same order.
     """
 
+    name: str  # of the public function
     meaning: Callable[..., Any]
     kernel: Callable[..., Any]
     check: Callable[..., None]
     windowed: bool  # takes a window
     weighted: bool  # can return weights; then its kernel takes return_scores
+    listing: int  # which of its integer operands lists the keys of a row
+    by_page: bool  # they are pages, not tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class Options:
     soft_cap: float | None
     out_dtype: Any
     implementation: str | None
-    config: Config | None
+    config: Config | Tuning | None
     window: int | None = None
     return_weights: bool = False
 
@@ -142,7 +146,7 @@ class Call:
         soft_cap: float | None,
         out_dtype: Any,
         implementation: str | None,
-        config: Config | None,
+        config: Config | Tuning | None,
         window: int | None = None,
         return_weights: bool = False,
     ) -> Options:
@@ -160,7 +164,8 @@ class Call:
             implementation in IMPLEMENTATIONS,
             f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}",
         )
-        require(config is None or isinstance(config, Config), f"config must be a Config, got {config!r}")
+        is_config = config is None or isinstance(config, Config | Tuning)
+        require(is_config, f"config must be a Config or a Tuning, got {config!r}")
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
         is_number = isinstance(scale, (int, float)) and math.isfinite(scale)
         require(is_number, f"scale must be a finite Python number, got {scale!r}")
@@ -223,6 +228,7 @@ def _compute(
     }
     asked = {"return_scores": options.return_weights} if operation.weighted else {}
     plain = all(extra is None for extra in extras) and jnp.dtype(options.out_dtype).itemsize > 1
+    config = _config(operation, options, operands)
 
     # Everything that is differentiated is an argument, none is captured.
     def meaning(args: Any, extras: Any) -> AttentionOutput:
@@ -233,13 +239,27 @@ def _compute(
         # With nothing left to do after the merge, a single split writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
         outs, lses, scores = operation.kernel(
-            *args, **common, **asked, out_dtype=out_dtype, config=options.config, interpret=interpret
+            *args, **common, **asked, out_dtype=out_dtype, config=config, interpret=interpret
         )
         return _finish(outs, lses, scores, extras, options)
 
     return dispatch.run(
         options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
     )
+
+
+def _config(operation: Operation, options: Options, operands: tuple[Any, ...]) -> Config | None:
+    """The kernel's Config: the caller's, or what the caller's Tuning has for these shapes.
+
+    Asked while `_compute` is traced, so a shape that the Tuning lacks is reported once.
+    """
+    if not isinstance(options.config, Tuning):
+        return options.config
+    if options.implementation == "xla":
+        return None
+    q, k_pages, v_pages, *ids, _, _ = operands
+    listing = ids[operation.listing]
+    return options.config.find(CallShape.of(operation.name, q, k_pages, v_pages, listing, by_page=operation.by_page))
 
 
 def _finish(

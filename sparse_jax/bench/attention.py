@@ -1,38 +1,25 @@
-"""The attention suite: dense, page-sparse and token-sparse decode, against plain XLA and the peers that are there."""
+"""The attention suite: dense, page-sparse and token-sparse decode, with and without the choosing, against its peers."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import sparse_jax
-from sparse_jax.bench import inputs, peers
-from sparse_jax.bench.cases import (
-    ATTENTION,
-    ATTENTION_CPU,
-    ATTENTION_CPU_QUICK,
-    ATTENTION_QUICK,
-    DecodeShape,
-)
+from sparse_jax.bench import cases, entries, inputs, peers
+from sparse_jax.bench.cases import DecodeShape
+from sparse_jax.bench.entries import Candidate, Entry, Skip
 from sparse_jax.bench.inputs import Lists, Pools
 from sparse_jax.bench.report import Row
-from sparse_jax.bench.timing import Effort, Plan, Timing, measure, sets_to_rotate, short_message
+from sparse_jax.bench.timing import Chain, Plan, Timing, sets_to_rotate
+from sparse_jax.paging import PageView
 
-
-def select_cases(names: Sequence[str], quick: bool) -> tuple[DecodeShape, ...]:
-    """The cases to run: those named, or the (quick) list of this backend. ValueError for an unknown name."""
-    known = {case.name: case for case in (*ATTENTION, *ATTENTION_CPU)}
-    on_gpu = jax.default_backend() == "gpu"
-    if not names:
-        everything = ATTENTION if on_gpu else ATTENTION_CPU
-        wanted = ATTENTION_QUICK if on_gpu else ATTENTION_CPU_QUICK
-        return tuple(case for case in everything if not quick or case.name in wanted)
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"unknown case {', '.join(unknown)}; there are {', '.join(known)}")
-    return tuple(known[name] for name in names)
+CASES, CASES_CPU = cases.ATTENTION, cases.ATTENTION_CPU
+QUICK = (*cases.ATTENTION_QUICK, *cases.ATTENTION_CPU_QUICK)
+FP8 = "float8_e4m3fn"
 
 
 class Op(NamedTuple):
@@ -41,89 +28,165 @@ class Op(NamedTuple):
     name: str
     call: Callable[..., Any]  # (q, pools, lists, **options) -> AttentionOutput
     bytes: Callable[[DecodeShape], int]
+    kv_dtype: str | None = None  # None: that of the case
+    xla: str = "xla"  # what the row is called whose attention is plain XLA
+
+
+def _scales(pools: Pools) -> dict[str, Any]:
+    return {} if pools.scale is None else {"k_scale": pools.scale, "v_scale": pools.scale}
 
 
 def _dense(q: jax.Array, pools: Pools, lists: Lists, **options: Any) -> Any:
-    return sparse_jax.paged_attention(q, pools.k, pools.v, lists.page_table, pools.lengths, **options)
+    table = lists.page_table
+    return sparse_jax.paged_attention(q, pools.k, pools.v, table, pools.lengths, **_scales(pools), **options)
 
 
 def _pages(q: jax.Array, pools: Pools, lists: Lists, **options: Any) -> Any:
     table, chosen = lists.page_table, lists.page_indices
-    return sparse_jax.page_sparse_attention(q, pools.k, pools.v, table, pools.lengths, chosen, **options)
+    return sparse_jax.page_sparse_attention(
+        q, pools.k, pools.v, table, pools.lengths, chosen, **_scales(pools), **options
+    )
 
 
 def _tokens(q: jax.Array, pools: Pools, lists: Lists, **options: Any) -> Any:
-    return sparse_jax.token_sparse_attention(q, pools.k, pools.v, lists.slots, **options)
+    return sparse_jax.token_sparse_attention(q, pools.k, pools.v, lists.slots, **_scales(pools), **options)
 
 
+def _after(q: jax.Array, ids: jax.Array) -> jax.Array:
+    """The same ids, but known only once q is: choosing belongs to each call of a chain, not before the first."""
+    return jnp.where(jnp.isnan(q[0, 0, 0]), -1, ids)
+
+
+def _select_pages(q: jax.Array, pools: Pools, lists: Lists, *, implementation: Any, config: Any) -> Any:
+    """A decode step with Quest: bounds from the page summaries, top-k of them, attention to the chosen pages."""
+    kept = lists.page_indices.shape[-1] * pools.k.shape[2]
+    selector = sparse_jax.selectors.get("quest", budget=kept)
+    view = PageView(_after(q, lists.page_table), pools.lengths, jnp.int32(0))
+    options = {"implementation": implementation, "config": config}
+    return selector.attend(pools.pages, q, pools.k, pools.v, view, **options).output
+
+
+def _select_tokens(q: jax.Array, pools: Pools, lists: Lists, *, implementation: Any, config: Any) -> Any:
+    """A decode step with token scores at hand: top-k of them, ids to slots, attention to the chosen tokens."""
+    batch, heads, chosen = lists.slots.shape
+    lengths = jnp.broadcast_to(_after(q, pools.lengths)[:, None], (batch, heads))
+    ids = sparse_jax.top_k(lists.scores, chosen, lengths, order="id", implementation=implementation)
+    requests = jnp.arange(batch, dtype=jnp.int32)
+    slots = sparse_jax.to_slots(ids, lists.page_table, requests, page_size=pools.k.shape[2])
+    options = {"implementation": implementation, "config": config}
+    return sparse_jax.token_sparse_attention(q, pools.k, pools.v, slots, **options)
+
+
+def dense_bytes(case: DecodeShape, kv_dtype: str | None = None) -> int:
+    """All keys and values and the page table, queries and outputs."""
+    return case.bytes_read(case.context, case.batch * case.pages_per_request, kv_dtype)
+
+
+def page_bytes(case: DecodeShape, kv_dtype: str | None = None) -> int:
+    """Keys and values of the chosen pages and where those lie, queries and outputs."""
+    ids = 2 * case.batch * case.kv_heads * case.kept_pages  # which pages, and where they lie
+    return case.bytes_read(case.kept_pages * case.page_size, ids, kv_dtype)
+
+
+def token_bytes(case: DecodeShape, kv_dtype: str | None = None) -> int:
+    """Keys and values of the chosen tokens and their slots, queries and outputs."""
+    return case.bytes_read(case.kept_tokens, case.batch * case.kv_heads * case.kept_tokens, kv_dtype)
+
+
+def select_pages_bytes(case: DecodeShape) -> int:
+    """Two float32 summaries of every page and the page table, beside what attention to the chosen pages reads."""
+    table = case.batch * case.pages_per_request
+    summaries = 2 * table * case.kv_heads * case.head_dim
+    return case.bytes_read(case.kept_pages * case.page_size, table + summaries)
+
+
+def select_tokens_bytes(case: DecodeShape) -> int:
+    """The float32 score of every token and the page table, beside keys, values, queries and outputs."""
+    return case.bytes_read(case.kept_tokens, case.batch * (case.pages_per_request + case.kv_heads * case.context))
+
+
+def _fp8(bytes_read: Callable[..., int]) -> Callable[[DecodeShape], int]:
+    return functools.partial(bytes_read, kv_dtype=FP8)
+
+
+SELECT_PAGES, SELECT_TOKENS = "select + page-sparse", "select + token-sparse"
 OPS = (
-    Op("dense", _dense, lambda case: case.bytes_read(case.context, 0) + 4 * case.batch * case.pages_per_request),
-    Op("page-sparse", _pages, lambda case: case.bytes_read(case.kept_pages * case.page_size, 2 * case.kept_pages)),
-    Op("token-sparse", _tokens, lambda case: case.bytes_read(case.kept_tokens, case.kept_tokens)),
+    Op("dense", _dense, dense_bytes),
+    Op("dense, fp8 KV", _dense, _fp8(dense_bytes), FP8),
+    Op("page-sparse", _pages, page_bytes),
+    Op("page-sparse, fp8 KV", _pages, _fp8(page_bytes), FP8),
+    Op("token-sparse", _tokens, token_bytes),
+    Op("token-sparse, fp8 KV", _tokens, _fp8(token_bytes), FP8),
+    # The selector chooses in the same way in both rows; only the attention differs.
+    Op(SELECT_PAGES, _select_pages, select_pages_bytes, xla="xla attention"),
+    Op(SELECT_TOKENS, _select_tokens, select_tokens_bytes),
 )
 
 
 def rows(case: DecodeShape, plan: Plan) -> Iterator[Row]:
-    """Measures one case, row by row. An entry that fails becomes a row that says why."""
+    """Measures one case, row by row."""
+    wanted = [op for op in OPS if (not case.ops or op.name in case.ops) and plan.only in op.name]
+    if not wanted:
+        return
     q, pools = inputs.make_query(case), inputs.make_pools(case)
-    for op in OPS:
-        yield from _op_rows(op, case, q, pools, plan)
-
-
-def _op_rows(op: Op, case: DecodeShape, q: jax.Array, pools: Pools, plan: Plan) -> Iterator[Row]:
+    narrow = inputs.to_fp8(pools) if any(op.kv_dtype == FP8 for op in wanted) else None
     on_gpu = jax.default_backend() == "gpu"
-    sets = inputs.make_sets(case, sets_to_rotate(op.bytes(case)) if on_gpu else 1)
+    sets = inputs.make_sets(case, max(sets_to_rotate(op.bytes(case)) for op in wanted) if on_gpu else 1)
+    todo: list[Entry] = []
+    for op in wanted:
+        stored = narrow if op.kv_dtype == FP8 else pools
+        todo += _op_entries(op, case, q, stored, sets[: sets_to_rotate(op.bytes(case))], plan)
+    yield from entries.measure(todo, plan)
 
-    def entry(implementation: str, time: Callable[[], tuple[Timing, dict[str, Any]]]) -> tuple[Timing | None, Row]:
-        row = Row(case=case.name, op=op.name, implementation=implementation, bytes=op.bytes(case))
-        return _guarded(time, row, plan.copy_bandwidth)
 
-    def ours(implementation: str, config: Any, effort: Effort) -> Timing:
+def _op_entries(op: Op, case: DecodeShape, q: jax.Array, pools: Any, sets: list[Lists], plan: Plan) -> list[Entry]:
+    meaning: list[jax.Array] = []  # what plain XLA returned, once it was measured
+
+    def row(implementation: str) -> Row:
+        return Row(case=case.name, op=op.name, implementation=implementation, bytes=op.bytes(case))
+
+    def ours(implementation: str, config: Any) -> Chain:
         def step(q: jax.Array, pools: Pools, lists: Lists) -> jax.Array:
             return op.call(q, pools, lists, implementation=implementation, config=config).out
 
-        return measure(step, q, pools, sets, effort, hold=implementation == "xla")
+        hold = implementation == "xla"
+        return Chain(step, q, pools, sets, calls=4 if hold else plan.effort.calls, hold=hold)
 
-    def plain() -> tuple[Timing, dict[str, Any]]:
+    def plain() -> list[Candidate]:
         _check_memory(case, op)
-        return ours("xla", None, plan.effort._replace(calls=min(plan.effort.calls, 4), repeats=3)), {}
+        return [Candidate(ours("xla", None))]
 
-    meaning, row = entry("xla", plain)
-    yield row
+    def remember(timing: Timing) -> dict[str, Any]:
+        meaning.append(timing.first)
+        return {}
+
+    def compare(timing: Timing) -> dict[str, Any]:
+        return {"error": _relative_error(timing.first, *meaning) if meaning else None}
+
+    on_gpu = jax.default_backend() == "gpu"
+    brief = plan.effort._replace(repeats=3, seconds=plan.effort.seconds / 2)
+    found = [Entry(row(op.xla if on_gpu else "xla"), plain, remember, brief)]
     if not on_gpu:
-        return
-    kernel, row = entry("triton", lambda: (ours("triton", plan.config, plan.effort), _settings(plan.config)))
-    yield dataclasses.replace(row, error=_relative_error(kernel, meaning))
+        return found
+    kernel = [Candidate(ours("triton", plan.config), _settings(plan.config))]
+    kernel_entry = Entry(row("triton"), lambda: kernel, compare, plan.effort)
+    if case.ops:
+        return [kernel_entry]
+    found.append(kernel_entry)
     if plan.with_peers and op.name == "dense":
-        yield entry("jax paged_attention", lambda: peers.jax_paged_attention(case, q, pools, sets, plan.effort))[1]
-        yield entry("torch SDPA, contiguous", lambda: peers.torch_sdpa(case, q, pools, plan.effort))[1]
-
-
-class Skip(Exception):
-    """Not measured, and the message says why."""
+        for name, candidates in peers.DENSE.items():
+            found.append(Entry(row(name), functools.partial(candidates, case, q, pools, sets), effort=plan.effort))
+    return found
 
 
 def _check_memory(case: DecodeShape, op: Op) -> None:
     """Plain XLA gathers what it attends to and widens it to float32: at the longest contexts that does not fit."""
     stats = jax.devices()[0].memory_stats() or {}
-    needed = op.bytes(case) * (1 + 4 / case.itemsize)
+    stored = cases.ITEMSIZES[op.kv_dtype or case.dtype]
+    needed = op.bytes(case) * (1 + 4 / stored)
     free = stats.get("bytes_limit", float("inf")) - stats.get("bytes_in_use", 0)
     if needed > 0.9 * free:
         raise Skip(f"skipped: would need about {needed / 1e9:.0f} GB beside the pool, {free / 1e9:.0f} GB are free")
-
-
-def _guarded(
-    time: Callable[[], tuple[Timing, dict[str, Any]]], row: Row, copy_bandwidth: float | None
-) -> tuple[Timing | None, Row]:
-    try:
-        timing, settings = time()
-    except Skip as reason:
-        return None, dataclasses.replace(row, note=str(reason))
-    except ImportError as error:
-        return None, dataclasses.replace(row, note=f"not installed: {error.name}")
-    except Exception as error:  # one failure must not cost the other rows of a run
-        return None, dataclasses.replace(row, note=short_message(error))
-    return timing, row.timed(timing, copy_bandwidth, settings=settings)
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -132,8 +195,6 @@ def _settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(config).items() if value}
 
 
-def _relative_error(timing: Timing | None, plain: Timing | None) -> float | None:
-    if timing is None or plain is None:
-        return None
-    ours, meaning = timing.first.astype(jnp.float32), plain.first.astype(jnp.float32)
+def _relative_error(ours: jax.Array, meaning: jax.Array) -> float:
+    ours, meaning = ours.astype(jnp.float32), meaning.astype(jnp.float32)
     return float(jnp.linalg.norm(ours - meaning) / jnp.linalg.norm(meaning))

@@ -1,7 +1,10 @@
 """Shapes of the benchmarks, by name."""
 
 import dataclasses
+import math
 from typing import Any
+
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class DecodeShape:
     kept_pages: int = 32  # C of page-sparse attention
     dtype: str = "bfloat16"
     pool_bytes: int = 512 * 2**20  # the pool holds at least this much, so that rotating over it defeats the L2 cache
+    ops: tuple[str, ...] = ()  # measure the kernels of these operations only; everything if empty
 
     @property
     def pages_per_request(self) -> int:
@@ -39,14 +43,35 @@ class DecodeShape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one stored number."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
+        """Bytes of one number of queries and outputs."""
+        return ITEMSIZES[self.dtype]
 
-    def bytes_read(self, tokens: int, ids_per_row: int) -> int:
-        """The fewest bytes a call moves: keys and values of `tokens` per (request, KV head), queries, outputs, ids."""
-        keys_and_values = 2 * self.batch * self.kv_heads * tokens * self.head_dim * self.itemsize
+    def bytes_read(self, tokens: int, ids: int, kv_dtype: str | None = None) -> int:
+        """The fewest bytes an attention call moves.
+
+        Keys and values of `tokens` per (request, KV head) stored as `kv_dtype` (that of the case if None), queries and
+        outputs, and `ids` i32 altogether.
+        """
+        stored = ITEMSIZES[kv_dtype or self.dtype]
+        keys_and_values = 2 * self.batch * self.kv_heads * tokens * self.head_dim * stored
         queries_and_outputs = 2 * self.batch * self.q_heads * self.head_dim * self.itemsize
-        return keys_and_values + queries_and_outputs + 4 * self.batch * self.kv_heads * ids_per_row
+        return keys_and_values + queries_and_outputs + 4 * ids
+
+
+def _kept(batch: int, tokens: int) -> DecodeShape:
+    return DecodeShape(
+        name=f"b{batch}-32k-keep{tokens}",
+        batch=batch,
+        context=32_768,
+        kept_tokens=tokens,
+        kept_pages=tokens // 64,
+        ops=("page-sparse", "token-sparse"),
+    )
+
+
+def _short(batch: int) -> DecodeShape:
+    ops = ("dense", "page-sparse", "token-sparse", "select + page-sparse")
+    return DecodeShape(name=f"b{batch}-8k", batch=batch, context=8192, ops=ops)
 
 
 ATTENTION = (
@@ -56,6 +81,9 @@ ATTENTION = (
     DecodeShape(name="b64-128k", batch=64, context=131_072),
     DecodeShape(name="b8-128k", batch=8, context=131_072),
     DecodeShape(name="b1-128k", batch=1, context=131_072),
+    # More points for the plots: how time follows the context and the kept fraction.
+    *(_short(batch) for batch in (64, 8, 1)),
+    *(_kept(batch, tokens) for batch in (64, 8) for tokens in (512, 1024, 4096, 16_384)),
 )
 ATTENTION_QUICK = ("b64-32k", "b8-32k", "b1-128k")
 
@@ -68,3 +96,60 @@ ATTENTION_CPU = (
     DecodeShape(name="cpu-b4-16k", batch=4, context=16_384, **_CPU),
 )
 ATTENTION_CPU_QUICK = ("cpu-b1-4k", "cpu-b4-4k")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopKShape:
+    """The k largest of each row of float32 scores."""
+
+    name: str
+    rows: tuple[int, ...]
+    size: int  # S, scores in a row
+    k: int
+    zeros: float = 0.0  # this fraction of the scores is exactly 0, as an indexer with a ReLU gives
+
+    @property
+    def bytes(self) -> int:
+        """Every score is read and every id written."""
+        return 4 * math.prod(self.rows) * (self.size + self.k)
+
+
+TOP_K = (
+    TopKShape(name="64x32k", rows=(64,), size=32_768, k=2048),
+    TopKShape(name="64x32k-zeros", rows=(64,), size=32_768, k=2048, zeros=2 / 3),
+    TopKShape(name="8x32k", rows=(8,), size=32_768, k=2048),
+    TopKShape(name="1x128k", rows=(1,), size=131_072, k=2048),
+    TopKShape(name="64x128k", rows=(64,), size=131_072, k=2048),
+    TopKShape(name="64x9295", rows=(64,), size=9295, k=2048),
+    TopKShape(name="1x1m", rows=(1,), size=2**20, k=2048),
+    # Pages: many short rows.
+    TopKShape(name="512x2k", rows=(64, 8), size=2048, k=64),
+    TopKShape(name="512x512", rows=(64, 8), size=512, k=32),
+)
+TOP_K_QUICK = ("64x32k", "64x32k-zeros", "512x2k")
+TOP_K_CPU = (
+    TopKShape(name="cpu-8x4k", rows=(8,), size=4096, k=256),
+    TopKShape(name="cpu-8x4k-zeros", rows=(8,), size=4096, k=256, zeros=2 / 3),
+    TopKShape(name="cpu-64x256", rows=(64,), size=256, k=16),
+)
+TOP_K_CPU_QUICK = ("cpu-8x4k", "cpu-64x256")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """A whole decode step of a model of `layers` layers: the shape of its attention, and how many there are."""
+
+    name: str
+    attention: DecodeShape
+    layers: tuple[int, ...] = (1, 8, 24)
+
+
+STEP = (
+    StepShape(name="b1-32k", attention=DecodeShape(name="b1-32k", batch=1, context=32_768)),
+    StepShape(name="b8-32k", attention=DecodeShape(name="b8-32k", batch=8, context=32_768)),
+)
+STEP_QUICK = ("b1-32k",)
+STEP_CPU = (
+    StepShape(name="cpu-b2-1k", attention=DecodeShape(name="cpu-b2-1k", batch=2, context=1024, **_CPU), layers=(1, 4)),
+)
+STEP_CPU_QUICK = ("cpu-b2-1k",)

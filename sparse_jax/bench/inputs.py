@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_jax.bench.cases import DecodeShape
+from sparse_jax.selectors.quest import Envelope
 
 
 class Pools(NamedTuple):
@@ -16,30 +17,55 @@ class Pools(NamedTuple):
     k: jax.Array  # [N, Hkv, P, D]
     v: jax.Array  # [N, Hkv, P, D]
     lengths: jax.Array  # i32[B]
+    scale: jax.Array | None = None  # f32[], multiplies the stored values
+    pages: Envelope | None = None  # what Quest remembers of each page
 
 
 class Lists(NamedTuple):
-    """One input set: where the tokens of each request lie, and which of them were chosen."""
+    """One input set: where the tokens of each request lie, which of them were chosen, and scores to choose by."""
 
     page_table: jax.Array  # i32[B, W]
     page_indices: jax.Array  # i32[B, Hkv, kept_pages]
     slots: jax.Array  # i32[B, Hkv, kept_tokens]
+    scores: jax.Array  # f32[B, Hkv, S]
 
 
-@functools.partial(jax.jit, static_argnames=("case",))
+@functools.partial(jax.jit, static_argnames=("shape", "chunk", "dtype"))
+def _random_pool(key: jax.Array, shape: tuple[int, ...], chunk: int, dtype: str) -> jax.Array:
+    keys = jax.random.split(key, shape[0] // chunk)
+    return lax.map(lambda key: jax.random.normal(key, (chunk, *shape[1:]), dtype), keys).reshape(shape)
+
+
 def random_pool(key: jax.Array, case: DecodeShape) -> jax.Array:
     """[N, Hkv, P, D] normal numbers, filled chunk by chunk: a pool of many GB must not need its bits twice."""
-    chunks = case.pages // case.chunk_pages
-    chunk = (case.chunk_pages, case.kv_heads, case.page_size, case.head_dim)
-    pool = lax.map(lambda chunk_key: jax.random.normal(chunk_key, chunk, case.dtype), jax.random.split(key, chunks))
-    return pool.reshape(case.pages, *chunk[1:])
+    shape = (case.pages, case.kv_heads, case.page_size, case.head_dim)
+    return _random_pool(key, shape, case.chunk_pages, case.dtype)
 
 
 def make_pools(case: DecodeShape, seed: int = 0) -> Pools:
     """The pools of a case. All requests are `case.context` tokens long."""
     k_key, v_key = jax.random.split(jax.random.key(seed))
     lengths = jnp.full((case.batch,), case.context, jnp.int32)
-    return Pools(random_pool(k_key, case), random_pool(v_key, case), lengths)
+    k, v = random_pool(k_key, case), random_pool(v_key, case)
+    return Pools(k, v, lengths, pages=envelope(k))
+
+
+@jax.jit
+def envelope(k: jax.Array) -> Envelope:
+    """What Quest remembers of the keys [N, Hkv, P, D] of full pages."""
+    lo, hi = k.min(axis=2).astype(jnp.float32), k.max(axis=2).astype(jnp.float32)
+    return Envelope(lo, hi, k.shape[2])
+
+
+FP8_SCALE = 1 / 64  # normal numbers stay below 6 in magnitude, e4m3 holds up to 448
+
+
+@jax.jit
+def to_fp8(pools: Pools) -> Pools:
+    """The same pools in eight-bit floats with one scale."""
+    largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    k, v = (jnp.clip(x / FP8_SCALE, -largest, largest).astype(jnp.float8_e4m3fn) for x in (pools.k, pools.v))
+    return Pools(k, v, pools.lengths, jnp.float32(FP8_SCALE))
 
 
 def make_query(case: DecodeShape, seed: int = 1) -> jax.Array:
@@ -47,24 +73,22 @@ def make_query(case: DecodeShape, seed: int = 1) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (case.batch, case.q_heads, case.head_dim), case.dtype)
 
 
-def distinct(key: jax.Array, rows: tuple[int, ...], size: int, count: int) -> jax.Array:
-    """i32[*rows, count] different numbers below `size` in random order, as ids come that were chosen by score."""
-    return lax.top_k(jax.random.uniform(key, (*rows, size)), min(count, size))[1]
+@functools.partial(jax.jit, static_argnames=("rows", "size"))
+def shuffled(key: jax.Array, rows: tuple[int, ...], size: int) -> jax.Array:
+    """i32[*rows, size] all numbers below `size`, each row in an order of its own."""
+    return jnp.argsort(jax.random.bits(key, (*rows, size)), axis=-1).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("case",))
 def make_lists(key: jax.Array, case: DecodeShape) -> Lists:
-    """One input set. The requests' pages lie shuffled over the whole pool."""
-    table_key, page_key, token_key = jax.random.split(key, 3)
-    owned = case.batch * case.pages_per_request
-    table = jax.random.permutation(table_key, case.pages)[:owned].reshape(case.batch, case.pages_per_request)
-    rows = (case.batch, case.kv_heads)
-    page_indices = distinct(page_key, rows, case.pages_per_request, case.kept_pages)
-    tokens = distinct(token_key, rows, case.context, case.kept_tokens)
+    """One input set. The requests' pages lie shuffled over the whole pool, ids are in random order, as by score."""
+    table_key, page_key, token_key, score_key = jax.random.split(key, 4)
+    owned, rows = case.batch * case.pages_per_request, (case.batch, case.kv_heads)
+    table = shuffled(table_key, (), case.pages)[:owned].reshape(case.batch, case.pages_per_request)
+    page_indices = shuffled(page_key, rows, case.pages_per_request)[..., : case.kept_pages]
+    tokens = shuffled(token_key, rows, case.context)[..., : case.kept_tokens]
     page = jnp.take_along_axis(table[:, None, :], tokens // case.page_size, axis=2)
-    return Lists(
-        table.astype(jnp.int32), page_indices, (page * case.page_size + tokens % case.page_size).astype(jnp.int32)
-    )
+    slots = page * case.page_size + tokens % case.page_size
+    return Lists(table, page_indices, slots, jax.random.normal(score_key, (*rows, case.context)))
 
 
 def make_sets(case: DecodeShape, count: int, seed: int = 2) -> list[Lists]:

@@ -1,17 +1,23 @@
-"""Other implementations, measured on the same pool in the same run, each at the best of a few settings."""
+"""Other implementations of dense decode, measured on the same pool in the same run.
 
+Each is a function of (case, q, pools, sets) that returns candidates: the same call with a few settings, of which the
+fastest counts.
+"""
+
+import functools
 import itertools
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_jax.bench.cases import DecodeShape
+from sparse_jax.bench.entries import Candidate
 from sparse_jax.bench.inputs import Lists, Pools
-from sparse_jax.bench.timing import Effort, Timing, measure, short_message
+from sparse_jax.bench.timing import Chain, Effort, Timing
 
 
 def jax_paged_settings(case: DecodeShape) -> list[dict[str, int]]:
@@ -22,10 +28,8 @@ def jax_paged_settings(case: DecodeShape) -> list[dict[str, int]]:
     return [dict(zip(names, shape)) | {"k_splits": split} for split, shape in itertools.product(splits, shapes)]
 
 
-def jax_paged_attention(
-    case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists], effort: Effort
-) -> tuple[Timing, dict[str, Any]]:
-    """`jax.experimental.pallas.ops.gpu.paged_attention` with the best of a few settings.
+def jax_paged_attention(case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists]) -> list[Candidate]:
+    """`jax.experimental.pallas.ops.gpu.paged_attention`.
 
     Its pools are `[Hkv, N, P, D]`. Ours is read under that shape without moving a byte: the numbers are random anyway.
     """
@@ -33,43 +37,53 @@ def jax_paged_attention(
         warnings.filterwarnings(
             "ignore", "jax.experimental.pallas.ops.gpu.paged_attention is deprecated", DeprecationWarning
         )
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-        def time_with(settings: dict[str, int], effort: Effort) -> Timing:
-            def step(q: jax.Array, pools: Pools, lists: Lists) -> jax.Array:
-                shape = (case.kv_heads, case.pages, case.page_size, case.head_dim)
-                k, v = pools.k.reshape(shape), pools.v.reshape(shape)
-                scaled = (q * case.head_dim**-0.5).astype(q.dtype)  # it leaves the scale to its caller
-                return paged_attention(scaled, k, v, lists.page_table, pools.lengths, **settings)
+    def step(settings: dict[str, int], q: jax.Array, pools: Pools, lists: Lists) -> jax.Array:
+        shape = (case.kv_heads, case.pages, case.page_size, case.head_dim)
+        k, v = pools.k.reshape(shape), pools.v.reshape(shape)
+        scaled = (q * case.head_dim**-0.5).astype(q.dtype)  # it leaves the scale to its caller
+        return paged_attention(scaled, k, v, lists.page_table, pools.lengths, **settings)
 
-            return measure(step, q, pools, sets, effort)
-
-        best, failure = None, "no setting tried"
-        for settings in jax_paged_settings(case):
-            try:
-                timing = time_with(settings, Effort(repeats=2, seconds=0.1))
-            except Exception as error:  # most often: does not fit shared memory
-                failure = short_message(error)
-                continue
-            if best is None or timing.microseconds < best[0]:
-                best = (timing.microseconds, settings)
-        if best is None:
-            raise RuntimeError(f"none of the settings ran; the last said {failure}")
-        return time_with(best[1], effort), best[1]
+    return [
+        Candidate(Chain(functools.partial(step, settings), q, pools, sets), settings)
+        for settings in jax_paged_settings(case)
+    ]
 
 
-def torch_sdpa(case: DecodeShape, q: jax.Array, pools: Pools, effort: Effort) -> tuple[Timing, dict[str, Any]]:
+def jax_cudnn(case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists]) -> list[Candidate]:
+    """`jax.nn.dot_product_attention(implementation="cudnn")` over contiguous keys and values."""
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return [Candidate(_contiguous_chain(case, q, pools, attention))]
+
+
+def tokamax(case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists]) -> list[Candidate]:
+    """`tokamax.dot_product_attention` over contiguous keys and values, with its own choice of implementation."""
+    import tokamax
+
+    return [Candidate(_contiguous_chain(case, q, pools, tokamax.dot_product_attention))]
+
+
+def _contiguous_chain(case: DecodeShape, q: jax.Array, pools: Pools, attention: Callable[..., jax.Array]) -> Chain:
+    """A chain of attention(q [B, 1, Hq, D], k [B, S, Hkv, D], v): the memory of the pool, read under that shape."""
+    pages = case.batch * case.pages_per_request
+    k, v = ((x if x.shape[0] == pages else x[:pages]) for x in (pools.k, pools.v))
+
+    def step(q: jax.Array, pools: tuple[jax.Array, jax.Array], _: None) -> jax.Array:
+        k, v = (x.reshape(case.batch, case.context, case.kv_heads, case.head_dim) for x in pools)
+        return attention(q[:, None], k, v)[:, 0]
+
+    return Chain(step, q, (k, v), [None])
+
+
+def torch_sdpa(case: DecodeShape, q: jax.Array, pools: Pools, sets: list[Lists]) -> list[Candidate]:
     """torch's scaled_dot_product_attention over contiguous keys and values: what dense decode reaches without pages.
 
     The pool's memory is read as `[sets, B, Hkv, S, D]`, without a copy. Both ways of saying grouped heads are tried.
     """
     import torch
 
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch is installed without CUDA")
     keys, values = (_contiguous(case, torch.from_dlpack(pool)) for pool in (pools.k, pools.v))
-    query = torch.from_dlpack(q)
     group = case.q_heads // case.kv_heads
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -80,13 +94,11 @@ def torch_sdpa(case: DecodeShape, q: jax.Array, pools: Pools, effort: Effort) ->
         rows = q.reshape(case.batch, case.kv_heads, group, case.head_dim)
         return attention(rows, k, v).reshape(q.shape)
 
-    timings = {}
-    for step in (as_heads, as_rows):
-        with torch.no_grad():
-            timings[step.__name__] = _time_torch(torch, step, query, list(zip(keys, values)), effort)
-    best = min(timings, key=lambda name: timings[name][0])
-    median, low, high = timings[best]
-    return Timing(median, low, high, None, jnp.zeros(())), {"grouped": best}
+    sets_of_torch = list(zip(keys, values))
+    return [
+        Candidate(TorchChain(step, torch.from_dlpack(q), sets_of_torch), {"grouped": step.__name__})
+        for step in (as_heads, as_rows)
+    ]
 
 
 def _contiguous(case: DecodeShape, pool: Any) -> Any:
@@ -97,33 +109,54 @@ def _contiguous(case: DecodeShape, pool: Any) -> Any:
     return pool.reshape(-1)[: sets * per_set].reshape(shape)
 
 
-def _time_torch(torch: Any, step: Any, q: Any, sets: list[Any], effort: Effort) -> tuple[float, float, float]:
-    """(median, fastest, slowest) microseconds of one call. The chain is a CUDA graph, as ours is one jit."""
-    calls = -(-effort.calls // len(sets)) * len(sets)
+DENSE = {
+    "jax paged_attention": jax_paged_attention,
+    "jax cudnn, contiguous": jax_cudnn,
+    "tokamax, contiguous": tokamax,
+    "torch SDPA, contiguous": torch_sdpa,
+}
 
-    def chain() -> Any:
-        out = q
-        for call in range(calls):
-            out = step(out, *sets[call % len(sets)])
+
+class TorchChain:
+    """A chain of calls step(last output, *set) in torch. It is a CUDA graph, as ours is one jit."""
+
+    def __init__(self, step: Callable[..., Any], carry: Any, sets: list[tuple[Any, ...]], calls: int = 10) -> None:
+        self.step, self.carry, self.sets = step, carry, sets
+        self.calls = -(-calls // len(sets)) * len(sets)
+
+    def compile(self) -> None:
+        """Nothing: graphs are captured when no other thread uses the GPU."""
+
+    def _chain(self) -> Any:
+        out = self.carry
+        for call in range(self.calls):
+            out = self.step(out, *self.sets[call % len(self.sets)])
         return out
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    def time(self, effort: Effort) -> Timing:
+        """Captures the chain and measures its replay."""
+        import torch
 
-    def seconds(queued: int) -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(queued):
-            graph.replay()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch is installed without CUDA")
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                self._chain()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._chain()
 
-    seconds(1)
-    queued = int(np.clip(effort.seconds / effort.repeats / seconds(1), 1, 200))
-    samples = [seconds(queued) / (queued * calls) * 1e6 for _ in range(effort.repeats)]
-    return float(np.median(samples)), min(samples), max(samples)
+        def seconds(queued: int) -> float:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(queued):
+                graph.replay()
+            torch.cuda.synchronize()
+            return time.perf_counter() - start
+
+        seconds(1)
+        queued = int(np.clip(effort.seconds / effort.repeats / seconds(1), 1, 200))
+        samples = [seconds(queued) / (queued * self.calls) * 1e6 for _ in range(effort.repeats)]
+        return Timing(float(np.median(samples)), min(samples), max(samples))

@@ -1,48 +1,163 @@
-"""Writes the benchmark tables of the documents from committed results: `python -m sparse_jax.bench.readme`."""
+"""Writes the benchmark tables and plots of the documents from committed runs: `python -m sparse_jax.bench.readme`."""
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-RESULTS = "docs/benchmarks/attention-h200.json"
-BLOCK = re.compile(r"(<!-- benchmark table:[^>]*-->\n).*?(<!-- end of benchmark table -->)", re.DOTALL)
-HEADLINE_CASES = ("b64-32k", "b8-32k", "b1-128k")
+FOLDER = "docs/benchmarks"
+DEVICE = "h200"
+OURS = "triton"
+Run = dict[str, Any]  # what a suite wrote; older runs lack some fields
+# One row each in the README: suite, case, operation.
+HEADLINE = (
+    ("attention", "b64-32k", "dense"),
+    ("attention", "b64-32k", "page-sparse"),
+    ("attention", "b64-32k", "token-sparse"),
+    ("attention", "b64-32k", "token-sparse, fp8 KV"),
+    ("attention", "b64-32k", "select + page-sparse"),
+    ("attention", "b64-128k", "select + page-sparse"),
+    ("attention", "b8-32k", "dense"),
+    ("attention", "b8-32k", "page-sparse"),
+    ("attention", "b8-32k", "token-sparse"),
+    ("attention", "b1-128k", "dense"),
+    ("attention", "b1-128k", "page-sparse"),
+    ("attention", "b1-128k", "token-sparse"),
+    ("topk", "64x32k", "top-k by id"),
+    ("topk", "1x128k", "top-k by id"),
+)
+NO_RUN = "No run is committed yet.\n"
 
 
-def table(results: dict[str, Any], cases: tuple[str, ...] | None = None, *, all_columns: bool = False) -> str:
-    """A Markdown table of the rows that were measured."""
-    environment = results["environment"]
-    sizes = {case["name"]: case for case in results["cases"]}
-    names = ["case", "operation", "implementation", "us", "kernel us", "TB/s", "of copy"]
-    names += ["spread, us"] if all_columns else []
-    lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
-    for row in results["rows"]:
-        if row["microseconds"] is None or (cases and row["case"] not in cases):
+def load(root: Path) -> dict[str, Run]:
+    """The committed runs by suite."""
+    paths = sorted((root / FOLDER).glob(f"*-{DEVICE}.json"))
+    return {run["suite"]: run for run in (json.loads(path.read_text(encoding="utf-8")) for path in paths)}
+
+
+def documents(root: Path) -> dict[Path, str]:
+    """What each document with generated parts should say."""
+    runs = load(root)
+
+    def part(name: str) -> str:
+        return headline(runs) if name == "headline" else suite_table(runs.get(name))
+
+    def content(match: re.Match[str]) -> str:
+        return match.group(1) + part(match.group(2)) + match.group(3)
+
+    # <!-- benchmark NAME: ... --> ... <!-- end of benchmark NAME -->
+    block = re.compile(r"(<!-- benchmark (\w+):[^>]*-->\n).*?(<!-- end of benchmark \2 -->)", re.DOTALL)
+    paths = (root / "README.md", root / FOLDER / "README.md")
+    return {path: block.sub(content, path.read_text(encoding="utf-8")) for path in paths}
+
+
+def headline(runs: dict[str, Run]) -> str:
+    """The README's table: our time of each operation, and that of the others beside it."""
+    lines = []
+    for suite, case_name, op in HEADLINE:
+        run = runs.get(suite, {"rows": [], "cases": []})
+        measured = {
+            row["implementation"]: row
+            for row in run["rows"]
+            if row["case"] == case_name and row["microseconds"] is not None and _compares(row, op)
+        }
+        if OURS not in measured:
             continue
-        case = sizes[row["case"]]
-        kept = "" if row["op"] == "dense" else f", {case['kept_tokens']:,} tokens kept"
-        cells = [
-            f"B {case['batch']} x {case['context']:,}",
-            row["op"] + kept,
-            "**this library**" if row["implementation"] == "triton" else row["implementation"],
-            microseconds(row["microseconds"]),
-            microseconds(row["kernel_microseconds"]),
-            f"{row['terabytes_per_second']:.2f}",
-            f"{row['of_copy']:.2f}",
+        ours, case = measured.pop(OURS), _case(run, case_name)
+        xla = measured.pop("xla", None) or measured.pop("xla attention", None)
+        others = [
+            f"{name.removesuffix(', contiguous')} {microseconds(row['microseconds'])}" for name, row in measured.items()
         ]
-        if all_columns:
-            cells.append(f"{row['low']:,.1f} - {row['high']:,.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    shape = results["cases"][0]
-    lines += [
-        "",
-        f"{environment['device']}, driver {environment['driver']}, JAX {environment['jax']}, "
-        f"{environment['date'][:10]}: "
-        f"{shape['dtype']}, Hq {shape['q_heads']}, Hkv {shape['kv_heads']}, D {shape['head_dim']}, "
-        f"P {shape['page_size']}; copy bandwidth {results['copy_terabytes_per_second']:.2f} TB/s.",
-    ]
-    return "\n".join(lines) + "\n"
+        lines.append(
+            (
+                _shape(case),
+                _operation(case, op),
+                f"**{microseconds(ours['microseconds'])}**",
+                microseconds(ours["kernel_microseconds"]),
+                number(ours["of_copy"]),
+                microseconds(xla["microseconds"] if xla else None),
+                ", ".join(others),
+            )
+        )
+    names = ("case", "operation", "us", "kernel us", "of copy", "plain XLA, us", "others, us")
+    return markdown(names, lines) + "\n" + about(runs)
+
+
+def _compares(row: dict[str, Any], op: str) -> bool:
+    """Whether a row stands beside an operation: peers know one order of a top-k only."""
+    return row["op"] == op or (row["implementation"] != OURS and row["op"].startswith("top-k") and op[:5] == "top-k")
+
+
+def suite_table(run: Run | None) -> str:
+    """All rows of a run that were measured, and why others were not."""
+    if run is None:
+        return NO_RUN
+    names = ["case", "operation", "implementation", "us", "spread, us", "kernel us", "TB/s", "of copy", "error"]
+    details = list(dict.fromkeys(name for row in run["rows"] for name in row.get("details", {})))
+    lines, notes = [], []
+    for row in run["rows"]:
+        case = _case(run, row["case"])
+        if row["microseconds"] is None:
+            notes.append(f"- {_shape(case)}, {row['op']}, {row['implementation']}: {row['note']}")
+            continue
+        cells = [
+            _shape(case),
+            _operation(case, row["op"]),
+            "**this library**" if row["implementation"] == OURS else row["implementation"],
+            microseconds(row["microseconds"]),
+            f"{microseconds(row['low'])} - {microseconds(row['high'])}",
+            microseconds(row["kernel_microseconds"]),
+            number(row["terabytes_per_second"]),
+            number(row["of_copy"]),
+            "" if row["error"] is None else f"{row['error']:.1e}",
+        ]
+        lines.append(cells + [_detail(row.get("details", {}).get(name)) for name in details])
+    told = "\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else ""
+    return markdown(names + details, lines) + told + "\n" + about({run["suite"]: run})
+
+
+def about(runs: dict[str, Run]) -> str:
+    """Device, versions, shapes and copy bandwidth of the runs."""
+    texts = []
+    for suite, run in runs.items():
+        environment = run["environment"]
+        texts.append(
+            f"{suite}: {environment['device']}, driver {environment['driver']}, JAX {environment['jax']}, "
+            f"{environment['date'][:10]}, copy bandwidth {run['copy_terabytes_per_second']:.2f} TB/s"
+        )
+        shape = run["cases"][0].get("attention", run["cases"][0])
+        if "q_heads" in shape:
+            texts[-1] += (
+                f"; {shape['dtype']}, Hq {shape['q_heads']}, Hkv {shape['kv_heads']}, D {shape['head_dim']}, "
+                f"P {shape['page_size']}"
+            )
+    return ".\n".join(texts) + ".\n" if texts else NO_RUN
+
+
+def markdown(names: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table without the columns that are empty throughout."""
+    columns = [column for column in zip(names, *lines) if any(column[1:])]
+    rows = list(zip(*columns))
+    rows.insert(1, ("---",) * len(columns))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _case(run: Run, name: str) -> dict[str, Any]:
+    return next(case for case in run["cases"] if case["name"] == name)
+
+
+def _shape(case: dict[str, Any]) -> str:
+    shape = case.get("attention", case)
+    if "context" in shape:
+        return f"B {shape['batch']} x {shape['context']:,}"
+    rows = " x ".join(f"{rows:,}" for rows in case["rows"])
+    return f"{rows} x {case['size']:,}, k {case['k']:,}" + (", mostly zeros" if case["zeros"] else "")
+
+
+def _operation(case: dict[str, Any], op: str) -> str:
+    shape = case.get("attention", case)
+    return f"{op}, {shape['kept_tokens']:,} kept" if "sparse" in op else op
 
 
 def microseconds(value: float | None) -> str:
@@ -50,22 +165,28 @@ def microseconds(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def updated(text: str, content: str) -> str:
-    """The document with its benchmark table replaced."""
-    return BLOCK.sub(lambda match: match.group(1) + content + match.group(2), text)
+def number(value: float | None) -> str:
+    """Two digits after the point; nothing where it was not read."""
+    return "" if value is None else f"{value:.2f}"
 
 
-def documents(root: Path) -> dict[Path, str]:
-    """What each document with a benchmark table should say."""
-    results = json.loads((root / RESULTS).read_text(encoding="utf-8"))
-    tables = {
-        root / "README.md": table(results, HEADLINE_CASES),
-        root / "docs/benchmarks/README.md": table(results, all_columns=True),
-    }
-    return {path: updated(path.read_text(encoding="utf-8"), content) for path, content in tables.items()}
+def _detail(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
+def main(root: Path) -> None:
+    """Writes the documents, and the plots where matplotlib is installed."""
+    for path, text in documents(root).items():
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")
+    try:
+        from sparse_jax.bench import plots
+    except ImportError as error:
+        print(f"no plots: {error.name} is not installed; pip install 'sparse-jax[notebooks]' brings it")
+        return
+    for path in plots.draw(load(root), root / FOLDER):
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":
-    for path, text in documents(Path.cwd()).items():
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}")
+    main(Path.cwd())

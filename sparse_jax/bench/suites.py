@@ -1,23 +1,45 @@
 """The suites by name, and `run`, which measures one of them."""
 
 import dataclasses
+import fnmatch
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 
-from sparse_jax.bench import attention
+from sparse_jax.bench import attention, step, topk
 from sparse_jax.bench.report import BenchResult, Row, environment
-from sparse_jax.bench.timing import Effort, Plan, copy_bandwidth
+from sparse_jax.bench.timing import Effort, Plan, copy_bandwidth, short_message
 
-# A suite is a module with `select_cases(names, quick)` and `rows(case, plan)`.
-SUITES = {"attention": attention}
+# A suite is a module with CASES, CASES_CPU (dataclasses with a name), QUICK (names) and `rows(case, plan)`.
+SUITES = {"attention": attention, "topk": topk, "step": step}
 
 CPU_NOTE = (
     "This is a CPU: small shapes, plain XLA only. The numbers say that everything runs, not how fast the kernels are; "
     "those need an NVIDIA GPU."
 )
+QUICK_EFFORT = Effort(repeats=5, seconds=0.2)
+
+
+def select_cases(suite: str, patterns: Sequence[str] = (), quick: bool = False) -> list[Any]:
+    """The cases of a suite to run: those that match a pattern such as `b8-*`, or the (quick) list of this backend.
+
+    Raises ValueError where there is no such suite, or nothing matches.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
+    module: ModuleType = SUITES[suite]
+    if not patterns:
+        everything = module.CASES if jax.default_backend() == "gpu" else module.CASES_CPU
+        return [case for case in everything if not quick or case.name in module.QUICK]
+    known = (*module.CASES, *module.CASES_CPU)
+    found = [case for case in known if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    if not found:
+        names = ", ".join(case.name for case in known)
+        raise ValueError(f"suite {suite} has no case {', '.join(patterns)}; there are {names}")
+    return found
 
 
 def run(
@@ -25,6 +47,7 @@ def run(
     *,
     quick: bool = False,
     cases: Sequence[str] = (),
+    only: str = "",
     config: Any = None,
     with_peers: bool = True,
     minutes: float | None = None,
@@ -36,7 +59,8 @@ def run(
     Args:
         suite: a name in `SUITES`.
         quick: fewer cases and shorter measurements.
-        cases: names of cases, instead of the suite's list for this device.
+        cases: names of cases, or patterns such as `b8-*`, instead of the suite's list for this device.
+        only: measure operations whose name contains this.
         config: a `sparse_jax.Config` that the kernels use instead of their own choice.
         with_peers: whether other implementations are measured where they are installed.
         minutes: no further case is begun after this long.
@@ -47,12 +71,9 @@ def run(
         The rows with everything needed to read them later: device, versions, shapes, copy bandwidth.
 
     Raises:
-        ValueError: the suite or a case is unknown.
+        ValueError: the suite is unknown, or no case matches.
     """
-    if suite not in SUITES:
-        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
-    module = SUITES[suite]
-    chosen = module.select_cases(cases, quick)
+    chosen = select_cases(suite, cases, quick)
     bandwidth = copy_bandwidth()
     result = BenchResult(
         suite=suite,
@@ -64,9 +85,8 @@ def run(
     )
     # On a CPU the small inputs stay in its caches: a fraction of the memory's speed would say nothing.
     yardstick = bandwidth if jax.default_backend() == "gpu" else None
-    effort = effort or (Effort(repeats=5, seconds=0.4) if quick else Effort())
-    plan = Plan(effort, yardstick, config, with_peers)
-    for row in _all_rows(result, chosen, minutes, lambda case: module.rows(case, plan)):
+    plan = Plan(effort or (QUICK_EFFORT if quick else Effort()), yardstick, config, with_peers, only)
+    for row in _all_rows(result, chosen, minutes, lambda case: SUITES[suite].rows(case, plan)):
         result.rows.append(row)
         if on_row:
             on_row(result, row)
@@ -84,4 +104,4 @@ def _all_rows(
         try:
             yield from measure_case(case)
         except Exception as error:  # the inputs themselves did not fit: the smaller cases still count
-            result.notes.append(f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+            result.notes.append(f"{case.name}: {short_message(error)}")

@@ -1,4 +1,7 @@
-"""How things are timed: chains of calls in one scan, several jits in flight, medians; and the copy bandwidth."""
+"""How things are timed: chains of calls in one scan, several jits in flight, medians; and the copy bandwidth.
+
+Kernel by kernel, as the profiler sees them: `profiler.py`.
+"""
 
 import functools
 import time
@@ -14,20 +17,25 @@ from sparse_jax.bench.profiler import KernelTime, Profile, profile
 
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
-LEAST_ROUNDS = 4
-# (carry, fixed inputs, one input set) -> carry of the same shape and dtype
-Step = Callable[[jax.Array, Any, Any], jax.Array]
+LEAST_ROUNDS = 2
+# XLA launches the body of a scan as one CUDA graph if it holds at least five kernels, as that of a model's layers does.
+LEAST_CALLS_IN_BODY = 8
+PROFILED_BELOW = 3000  # microseconds: what the host costs shows beside calls this short
+
+# (carry, fixed inputs, one input set) -> carry of the same shapes and dtypes
+Step = Callable[[Any, Any, Any], Any]
 
 
 class Effort(NamedTuple):
     """How long to measure."""
 
     repeats: int = 7
-    seconds: float = 1.0  # of all repeats together
+    seconds: float = 0.35  # of all repeats together
     calls: int = 10  # in one jit, at least
 
 
 DEFAULT_EFFORT = Effort()
+BRIEF = Effort(repeats=2, seconds=0.05)  # to choose among settings
 
 
 class Plan(NamedTuple):
@@ -37,6 +45,7 @@ class Plan(NamedTuple):
     copy_bandwidth: float | None = None  # of this device, bytes per second; None where it is no yardstick
     config: Any = None  # a sparse_jax.Config for our kernels; None leaves the choice to them
     with_peers: bool = True  # measure other projects' implementations too
+    only: str = ""  # measure operations whose name contains this
 
 
 class Timing(NamedTuple):
@@ -45,8 +54,8 @@ class Timing(NamedTuple):
     microseconds: float  # median of the repeats
     low: float  # fastest repeat
     high: float  # slowest repeat
-    kernel_microseconds: float | None  # the profiler's sum of kernel times for one call; None where it was not read
-    first: jax.Array
+    kernel_microseconds: float | None = None  # the profiler's sum of kernel times; None where it was not read
+    first: Any = None  # what the first call returned
     kernels: dict[str, KernelTime] | None = None  # the same by kernel
 
 
@@ -56,17 +65,17 @@ def sets_to_rotate(bytes_per_call: int) -> int:
 
 
 def _chain(
-    step: Step, rounds: int, hold: bool, carry: jax.Array, fixed: Any, sets: Sequence[Any]
-) -> tuple[jax.Array, jax.Array]:
-    """Calls `step` once with each set, `rounds` times: (last output, output of the first call).
+    step: Step, rounds: int, passes: int, hold: bool, carry: Any, fixed: Any, sets: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Calls `step` with each set, `rounds * passes` times: (last output, output of the first call).
 
     Each call's output is the next one's query, so no call can be dropped, merged with another, or run beside it. The
-    rounds are a scan, as decode loops are: XLA then launches its body as one graph, instead of kernel by kernel.
+    rounds are a scan, as decode loops are.
     """
 
-    def one_round(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+    def one_round(carry: Any, _: None) -> tuple[Any, Any]:
         outputs = []
-        for inputs in sets:
+        for inputs in list(sets) * passes:
             if hold:
                 carry, inputs = lax.optimization_barrier((carry, inputs))
             carry = step(carry, fixed, inputs)
@@ -74,32 +83,58 @@ def _chain(
         return carry, outputs[0]
 
     carry, firsts = lax.scan(one_round, carry, None, length=rounds)
-    return carry, firsts[0]
+    return carry, jax.tree.map(lambda x: x[0], firsts)
 
 
-def measure(
-    step: Step, carry: jax.Array, fixed: Any, sets: Sequence[Any], effort: Effort = DEFAULT_EFFORT, hold: bool = False
-) -> Timing:
-    """Times `step`. The first run compiles and is not counted.
+class Chain:
+    """A chain of calls of one step: compiled first (in any thread), timed later.
 
     hold: keep XLA from doing work on an input set once for all calls that share it, such as a gather. A kernel that
     takes the query needs no such barrier, which costs a copy of the inputs.
     """
-    rounds = max(LEAST_ROUNDS, -(-effort.calls // len(sets)))
-    calls = rounds * len(sets)
-    run = jax.jit(functools.partial(_chain, step, rounds, hold))
-    _, first = jax.block_until_ready(run(carry, fixed, sets))
-    once = _seconds(lambda: run(carry, fixed, sets), queued=1)
+
+    def __init__(
+        self, step: Step, carry: Any, fixed: Any, sets: Sequence[Any], *, calls: int = 10, hold: bool = False
+    ) -> None:
+        passes = 1 if hold else -(-LEAST_CALLS_IN_BODY // len(sets))
+        rounds = max(LEAST_ROUNDS, -(-calls // (passes * len(sets))))
+        self.calls = rounds * passes * len(sets)
+        self.arguments = (carry, fixed, list(sets))
+        self.function = functools.partial(_chain, step, rounds, passes, hold)
+
+    def compile(self) -> None:
+        """Traces and compiles, without running anything."""
+        self.run = jax.jit(self.function).lower(*self.arguments).compile()
+
+    def time(self, effort: Effort) -> Timing:
+        """Runs it once uncounted, then measures."""
+        _, first = jax.block_until_ready(self.run(*self.arguments))
+        return timed(lambda: self.run(*self.arguments), self.calls, effort)._replace(first=first)
+
+
+def measure(
+    step: Step, carry: Any, fixed: Any, sets: Sequence[Any], effort: Effort = DEFAULT_EFFORT, hold: bool = False
+) -> Timing:
+    """Times one step at once. Suites compile many chains first, see `entries.py`."""
+    chain = Chain(step, carry, fixed, sets, calls=effort.calls, hold=hold)
+    chain.compile()
+    return chain.time(effort)
+
+
+def timed(run: Callable[[], Any], calls: int, effort: Effort) -> Timing:
+    """Times a compiled function that makes `calls` calls; it has run before."""
+    once = _seconds(run, queued=1)
     # Waiting costs about 0.4 ms each time, so many jits are in flight before one wait; long ones need no company.
     queued = int(np.clip(effort.seconds / effort.repeats / once, 1, 200))
     repeats = effort.repeats if once < 1 else 2
-    samples = [_seconds(lambda: run(carry, fixed, sets), queued) / (queued * calls) * 1e6 for _ in range(repeats)]
+    samples = [_seconds(run, queued) / (queued * calls) * 1e6 for _ in range(repeats)]
     median = float(np.median(samples))
-    seen = None
-    if jax.default_backend() == "gpu" and median < 2000:  # what the host costs shows beside calls this short
-        seen = _believable(lambda: run(carry, fixed, sets), calls, wall=median)
-    kernels = seen.kernels if seen else None
-    return Timing(median, min(samples), max(samples), seen.microseconds if seen else None, first, kernels)
+    timing = Timing(median, min(samples), max(samples))
+    if jax.default_backend() == "gpu" and median < PROFILED_BELOW and effort.seconds > BRIEF.seconds:
+        seen = _believable(run, calls, wall=median)
+        if seen is not None:
+            return timing._replace(kernel_microseconds=seen.microseconds, kernels=seen.kernels)
+    return timing
 
 
 def _seconds(run: Callable[[], Any], queued: int) -> float:

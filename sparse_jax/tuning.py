@@ -9,7 +9,6 @@ The file holds a list of entries, each for one GPU, one version of JAX and of th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
@@ -118,13 +117,6 @@ class Tuning:
                 stacklevel=2,
             )
         return config
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self.entries)
-
-    def __hash__(self) -> int:  # computed once, because every call outside of jit asks for it
-        return self._hash
 
 
 def load_tuning(path: str | os.PathLike[str]) -> Tuning:

@@ -1,6 +1,7 @@
 """Sparse decode attention for JAX: paged, functional, jit-compiled, with Pallas kernels for NVIDIA GPUs."""
 
 from pallas_kernels import Config as Config
+from sparse_jax import compaction as compaction
 from sparse_jax import paging as paging
 from sparse_jax import selectors as selectors
 from sparse_jax.attention import page_sparse_attention as page_sparse_attention

@@ -68,8 +68,12 @@ class BenchResult:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> str:
-        """Everything, indented, with numbers rounded to what they are worth."""
-        return json.dumps(_rounded(dataclasses.asdict(self)), indent=1) + "\n"
+        """Everything, a case or row a line, with numbers rounded to what they are worth."""
+        parts = []
+        for name, value in _rounded(dataclasses.asdict(self)).items():
+            items = [f"  {json.dumps(item)}" for item in value] if isinstance(value, list) else []
+            parts.append(f' "{name}": ' + ("[\n" + ",\n".join(items) + "\n ]" if items else json.dumps(value)))
+        return "{\n" + ",\n".join(parts) + "\n}\n"
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes `to_json()` to a file, whose folder is made if need be."""

@@ -128,8 +128,13 @@ def _layer(variant: Variant, config: Any, weights: Weights, reservation: Any, ca
     return carry._replace(h=carry.h + out * weights.out[plane])
 
 
-def decode(variant: Variant, layers: int, config: Any, carry: Carry, weights: Weights, length: Any) -> Carry:
-    """STEPS decode steps of requests that hold `length` i32[] tokens before the first."""
+def decode(
+    variant: Variant, layers: int, config: Any, carry: Carry, weights: Weights, length: Any
+) -> tuple[Carry, jax.Array]:
+    """STEPS decode steps of requests that hold `length` i32[] tokens before the first.
+
+    Returns the state, to be donated to the next call, and a number that stays and can be waited for.
+    """
     ones = jnp.ones(carry.h.shape[0], jnp.int32)
     table = dataclasses.replace(carry.paged.table, lengths=ones * length)
     carry = carry._replace(paged=dataclasses.replace(carry.paged, table=table))
@@ -152,7 +157,8 @@ def decode(variant: Variant, layers: int, config: Any, carry: Carry, weights: We
             carry, _ = lax.scan(lambda carry, plane: (layer(carry, plane), None), carry, planes)
         return carry._replace(h=_norm(carry.h)), None
 
-    return lax.scan(step, carry, None, length=STEPS)[0]
+    carry, _ = lax.scan(step, carry, None, length=STEPS)
+    return carry, jnp.sum(carry.h, dtype=jnp.float32)
 
 
 class Model:
@@ -212,7 +218,7 @@ class Steps:
         self.model = model
         self.function = functools.partial(decode, variant, layers, config)
         self.options: dict[str, Any] = {}
-        self.compiled: Callable[..., Carry] | None = None
+        self.compiled: Callable[..., tuple[Carry, jax.Array]] | None = None
         self.beside: tuple[Steps, ...] = ()  # compiled with this one
 
     def with_options(self, options: dict[str, Any]) -> "Steps":
@@ -231,8 +237,8 @@ class Steps:
     def run(self) -> jax.Array:
         """Takes the steps; the state goes on from where the last run left it."""
         assert self.compiled is not None
-        self.model.carry = self.compiled(self.model.live_carry(), self.model.weights, self.model.length)
-        return self.model.carry.h
+        self.model.carry, done = self.compiled(self.model.live_carry(), self.model.weights, self.model.length)
+        return done
 
     def time(self, effort: Effort) -> Timing:
         """Microseconds of one step."""

@@ -3,7 +3,9 @@
 Kernel by kernel, as the profiler sees them: `profiler.py`.
 """
 
+import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,6 +88,9 @@ def _chain(
     return carry, jax.tree.map(lambda x: x[0], firsts)
 
 
+_PLAIN_XLA = threading.Lock()
+
+
 class Chain:
     """A chain of calls of one step: compiled first (in any thread), timed later.
 
@@ -98,13 +103,16 @@ class Chain:
     ) -> None:
         passes = 1 if hold else -(-LEAST_CALLS_IN_BODY // len(sets))
         rounds = max(LEAST_ROUNDS, -(-calls // (passes * len(sets))))
+        self.hold = hold
         self.calls = rounds * passes * len(sets)
         self.arguments = (carry, fixed, list(sets))
         self.function = functools.partial(_chain, step, rounds, passes, hold)
 
     def compile(self) -> None:
-        """Traces and compiles, without running anything."""
-        self.run = jax.jit(self.function).lower(*self.arguments).compile()
+        """Traces and compiles."""
+        # XLA tries its own matrix products on the device meanwhile: the largest do not fit there beside each other.
+        with _PLAIN_XLA if self.hold else contextlib.nullcontext():
+            self.run = jax.jit(self.function).lower(*self.arguments).compile()
 
     def time(self, effort: Effort) -> Timing:
         """Runs it once uncounted, then measures."""
@@ -130,7 +138,7 @@ def timed(run: Callable[[], Any], calls: int, effort: Effort) -> Timing:
     samples = [_seconds(run, queued) / (queued * calls) * 1e6 for _ in range(repeats)]
     median = float(np.median(samples))
     timing = Timing(median, min(samples), max(samples))
-    if jax.default_backend() == "gpu" and median < PROFILED_BELOW and effort.seconds > BRIEF.seconds:
+    if jax.default_backend() == "gpu" and median < PROFILED_BELOW and effort != BRIEF:
         seen = _believable(run, calls, wall=median)
         if seen is not None:
             return timing._replace(kernel_microseconds=seen.microseconds, kernels=seen.kernels)

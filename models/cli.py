@@ -1,4 +1,4 @@
-"""The console app `sparse-jax`: generate, train, info, bench.
+"""The console app `sparse-jax`: generate, train, info, bench, tune.
 
 Heavy imports wait until a command runs, so that --help is quick.
 """
@@ -217,15 +217,32 @@ def info() -> None:
         console.print(f"[yellow]Note:[/] {escape(hint)}", highlight=False)
 
 
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def pass_on(command: Callable[..., None], context: typer.Context) -> None:
+    """Runs a command of the library, which reads its own options, --help among them."""
+    library = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    library.command()(command)
+    library(context.args, prog_name=context.command_path)
+
+
+@app.command(add_help_option=False, context_settings=PASSED_ON)
 @explained
 def bench(context: typer.Context) -> None:
     """Measure sparse and dense decode attention on this machine."""
-    from sparse_jax.bench.command import bench as measure  # its options too are read there, --help among them
+    from sparse_jax.bench.command import bench as measure
 
-    measuring = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-    measuring.command()(measure)
-    measuring(context.args, prog_name=context.command_path)
+    pass_on(measure, context)
+
+
+@app.command(add_help_option=False, context_settings=PASSED_ON)
+@explained
+def tune(context: typer.Context) -> None:
+    """Find the fastest settings of the kernels on this machine's GPU, for your shapes."""
+    from sparse_jax.bench.tune import tune as measure
+
+    pass_on(measure, context)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -39,7 +40,7 @@ def generate(folder, *arguments, **options):
     return run("generate", "--model", folder, "--max-tokens", 8, *arguments, **options)
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("train",), ("info",), ("bench",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("train",), ("info",), ("bench",), ("tune",)])
 def test_help_names_every_option_in_words(command):
     done = run(*command, "--help")
     assert done.exit_code == 0
@@ -262,6 +263,18 @@ def test_bench_passes_its_options_on():
     assert done.exit_code == 2, done.output
     assert "no-such-shape" in done.output
     assert run("bench", "--no-such-option").exit_code == 2
+
+
+def test_tune_passes_its_options_on():
+    assert run("tune", "--no-such-option").exit_code == 2
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is something to tune")
+def test_without_a_gpu_there_is_nothing_to_tune(tmp_path):
+    done = run("tune", "--quick", "--output", tmp_path / "tuning.json")
+    assert done.exit_code == 1
+    assert "Nothing to tune: JAX runs on cpu here" in done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_info_shows_each_operation():

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.merge_splits import merge_splits
 
 
 class Program(NamedTuple):
@@ -102,16 +103,11 @@ def launch_splits(
     scores_width: int | None = None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The one `pallas_call`: every operand as a whole, because programs follow ids through them.
+    """The one `pallas_call` of a decode kernel, and the merge of its splits.
 
-    operands is a pytree whose first leaf is q [groups, Hkv, rows, D]. Returns out [splits, groups, Hkv, rows, Dv], lse
-    and scores.
+    operands is a pytree whose first leaf is q [groups, Hkv, rows, D]. Returns out [groups, Hkv, rows, Dv] of out_dtype,
+    lse f32[groups, Hkv, rows] and scores, None or f32[groups, Hkv, rows, scores_width].
     """
-
-    def whole(array: Any) -> pl.BlockSpec:
-        rank = len(array.shape)
-        return pl.BlockSpec(array.shape, lambda _: (0,) * rank)
-
     parts = (launch.splits, shape.groups, shape.kv_heads, shape.rows)
     out_shape = [
         lowering.result((*parts, shape.value_width), jnp.float32 if launch.splits > 1 else out_dtype, operands),
@@ -123,13 +119,17 @@ def launch_splits(
         kernel,
         name=name,
         programs=shape.programs(launch),
-        in_specs=jax.tree.map(whole, list(operands)),
-        out_specs=[whole(array) for array in out_shape],
+        in_specs=jax.tree.map(lowering.whole, list(operands)),
+        out_specs=[lowering.whole(array) for array in out_shape],
         out_shape=out_shape,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         interpret=interpret,
     )(*operands)
+    if launch.splits == 1:
+        out, lse = out[0], lse[0]
+    else:
+        out, lse = merge_splits(out, lse, out_dtype=out_dtype, interpret=interpret)
     return out, lse, scores[0] if scores else None
 
 
@@ -163,8 +163,8 @@ def to_tiles(q: jax.Array, shape: Shape) -> jax.Array:
     return tiles.swapaxes(1, 2).reshape(shape.groups, shape.kv_heads, shape.rows, q.shape[-1])
 
 
-def from_tiles(tiles: jax.Array, shape: Shape, q_shape: tuple[int, ...], *, lead: int) -> jax.Array:
-    """[*lead, groups, Hkv, rows, *rest] -> [*lead, B, T, Hq, *rest]; `lead` counts the axes in front."""
-    front, rest = tiles.shape[:lead], tiles.shape[lead + 3 :]
-    split = tiles.reshape(*front, shape.groups, shape.kv_heads, -1, shape.group_size, *rest)
-    return split.swapaxes(lead + 1, lead + 2).reshape(*front, *q_shape[:3], *rest)
+def from_tiles(tiles: jax.Array, shape: Shape, q_shape: tuple[int, ...]) -> jax.Array:
+    """[groups, Hkv, rows, *rest] -> [B, T, Hq, *rest]."""
+    rest = tiles.shape[3:]
+    split = tiles.reshape(shape.groups, shape.kv_heads, -1, shape.group_size, *rest)
+    return split.swapaxes(1, 2).reshape(*q_shape[:3], *rest)

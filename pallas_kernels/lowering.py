@@ -27,6 +27,17 @@ load = _triton.load
 store = _triton.store
 
 
+def one_element_wide(index: jax.Array) -> jax.Array:
+    """The index array, with the promise that no two neighbours are contiguous: loads through it are not vectorised."""
+    return _triton.max_contiguous(index, (1,) * index.ndim)
+
+
+def whole(array: Any) -> pl.BlockSpec:
+    """The block of an operand or result that every program gets whole, because it follows ids through it."""
+    rank = len(array.shape)
+    return pl.BlockSpec(array.shape, lambda _: (0,) * rank)
+
+
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Two-dimensional matrix product, accumulated in float32.
 

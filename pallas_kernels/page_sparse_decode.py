@@ -109,7 +109,7 @@ def page_sparse_decode(
     config: Config | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Partial results of attention over chosen pages.
+    """Attention over chosen pages.
 
     Like `paged_decode`, with page_indices i32[B, Tp, Hkv, C], Tp = 1 (shared by the T rows) or T. Also returns scores
     f32[B, T, Hq, C * P] (-inf where the key is absent) if `return_scores`.
@@ -139,5 +139,5 @@ def page_sparse_decode(
         scores_width=listed if return_scores else None,
         interpret=interpret,
     )
-    scores = None if scores is None else from_tiles(scores, shape, q.shape, lead=0)
-    return from_tiles(out, shape, q.shape, lead=1), from_tiles(lse, shape, q.shape, lead=1), scores
+    scores = None if scores is None else from_tiles(scores, shape, q.shape)
+    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

@@ -123,13 +123,12 @@ def paged_decode(
     config: Config | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, None]:
-    """Partial results of dense paged attention.
+    """Dense paged attention.
 
     q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, Hkv
     or 1]; q_positions None or i32[B, T]; key_positions None or i32[N, Hkv, P]; k_scale, v_scale None, f32[1] or f32[N,
     Hkv, P].
-    Returns out [splits, B, T, Hq, Dv] (float32 if there are several splits) lse f32[splits, B, T, Hq], to be merged,
-    and no scores.
+    Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B, T, Hq] and no scores.
     """
     shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap)
     launch = shape.launch(config, page_table.shape[-1] * shape.page_size, k_pages.dtype)
@@ -151,4 +150,4 @@ def paged_decode(
         out_dtype=out_dtype,
         interpret=interpret,
     )
-    return from_tiles(out, shape, q.shape, lead=1), from_tiles(lse, shape, q.shape, lead=1), None
+    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), None

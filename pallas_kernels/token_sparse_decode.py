@@ -80,11 +80,11 @@ def token_sparse_decode(
     config: Config | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Partial results of attention over chosen tokens.
+    """Attention over chosen tokens.
 
     q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; slots i32[B, Tp, Hkv, C], Tp = 1 (shared by the T
-    rows) or T; k_scale, v_scale None, f32[1] or f32[N, Hkv, P]. Returns out [splits, B, T, Hq, Dv] (float32 if there
-    are several splits), lse f32[splits, B, T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
+    rows) or T; k_scale, v_scale None, f32[1] or f32[N, Hkv, P]. Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B,
+    T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
     """
     shape = decode_shape(q, k_pages, v_pages, per_token=slots.shape[1] > 1, scale=scale, soft_cap=soft_cap)
     launch = shape.launch(config, slots.shape[-1], k_pages.dtype)
@@ -104,5 +104,5 @@ def token_sparse_decode(
         scores_width=slots.shape[-1] if return_scores else None,
         interpret=interpret,
     )
-    scores = None if scores is None else from_tiles(scores, shape, q.shape, lead=0)
-    return from_tiles(out, shape, q.shape, lead=1), from_tiles(lse, shape, q.shape, lead=1), scores
+    scores = None if scores is None else from_tiles(scores, shape, q.shape)
+    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

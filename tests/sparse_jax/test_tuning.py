@@ -1,6 +1,7 @@
 """Measured settings: what a file gives, what of it is left out with which warning, and how a call finds its entry."""
 
 import dataclasses
+import functools
 import json
 import os
 import warnings
@@ -50,19 +51,25 @@ def arguments(chosen=64, batch=2):
     return q, pool, pool, jnp.broadcast_to(slots, (batch, 2, chosen))
 
 
-def parts(function, *args):
-    """How many parts the kernel in a function writes: the leading axis of its first result, read off the jaxpr."""
+def launches(function, *args):
+    """The grids of the kernels in a function, read off its jaxpr: they tell the number of splits."""
 
     def kernels(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "pallas_call":
-                yield equation.outvars[0].aval.shape[0]
+                yield equation.params["grid_mapping"].grid
+                continue
             for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
                 inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
+                if hasattr(inner, "eqns"):
                     yield from kernels(inner)
 
     return list(kernels(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def attend_with(config, implementation="interpret"):
+    """Token-sparse attention as a function of its arrays."""
+    return lambda *args: token_sparse_attention(*args, implementation=implementation, config=config).out
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Config)])
@@ -193,35 +200,23 @@ def test_a_file_for_other_machines_says_once_which(path):
 
 @pytest.mark.parametrize("splits", [2, 4])
 def test_a_tuning_reaches_the_kernel_inside_jit(path, splits):
-    # The kernel alone would read the 64 tokens in one part.
-    save_entries(path, [make_entry(HERE, SHAPE, Config(splits=splits, block_tokens=16))])
-    tuning = load_tuning(path)
-
-    @jax.jit
-    def attend(*args):
-        return token_sparse_attention(*args, implementation="interpret", config=tuning).out
-
-    assert parts(attend, *arguments()) == [splits]
-    expected = token_sparse_attention(*arguments(), implementation="xla").out
+    config = Config(splits=splits, block_tokens=16)
+    save_entries(path, [make_entry(HERE, SHAPE, config)])
+    attend = jax.jit(attend_with(load_tuning(path)))
+    assert launches(attend, *arguments()) == launches(attend_with(config), *arguments())
+    assert launches(attend, *arguments()) != launches(attend_with(None), *arguments())
+    expected = attend_with(None, "xla")(*arguments())
     assert jnp.allclose(attend(*arguments()), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("implementation", "expected"), [(None, [2]), ("xla", [])])
-def test_every_implementation_takes_a_tuning(path, implementation, expected):
-    """None has the kernel in its branch for GPUs; plain XLA has none."""
-    save_entries(path, [make_entry(HERE, SHAPE, Config(splits=2, block_tokens=16))])
+def test_every_implementation_takes_a_tuning(path):
+    """None has the kernel in its branch for GPUs. Plain XLA has none, and so misses no setting either."""
+    config = Config(splits=2, block_tokens=16)
+    save_entries(path, [make_entry(HERE, SHAPE, config)])
     tuning = load_tuning(path)
-
-    def attend(*args):
-        return token_sparse_attention(*args, implementation=implementation, config=tuning).out
-
-    assert parts(attend, *arguments()) == expected
-
-
-def test_plain_xla_misses_no_setting(path):
-    save_entries(path, [make_entry(HERE, SHAPE, Config(splits=2))])
-    tuning = load_tuning(path)
-    assert parts(lambda *args: token_sparse_attention(*args, implementation="xla", config=tuning), *arguments(7)) == []
+    assert launches(attend_with(tuning, None), *arguments()) == launches(attend_with(config), *arguments())
+    assert launches(attend_with(tuning, "xla"), *arguments()) == []
+    assert launches(attend_with(tuning, "xla"), *arguments(batch=7)) == []
 
 
 def test_loading_twice_traces_once(path):
@@ -245,26 +240,24 @@ def test_loading_twice_traces_once(path):
 
 
 def test_an_unknown_shape_warns_once_and_the_kernel_chooses(path):
-    save_entries(path, [make_entry(HERE, SHAPE, Config(splits=4, block_tokens=16))])
+    config = Config(splits=4, block_tokens=16)
+    save_entries(path, [make_entry(HERE, SHAPE, config)])
     tuning = load_tuning(path)
-    attend = jax.jit(lambda *args: token_sparse_attention(*args, config=tuning).out)
+    attend = attend_with(tuning, None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            token_sparse_attention(*arguments(batch=3), config=tuning)
             attend(*arguments(batch=3))
+            jax.jit(attend)(*arguments(batch=3))
     (warning,) = caught
     assert warning.category is TuningWarning
     assert str(path) in str(warning.message)
     assert "token_sparse_attention(batch=3, rows=1, q_heads=4" in str(warning.message)
-
-    def chosen(config):
-        return parts(lambda *args: token_sparse_attention(*args, implementation="interpret", config=config), *args)
-
     args = arguments(batch=5)
     with pytest.warns(TuningWarning, match="batch=5"):
-        fallback = chosen(tuning)
-    assert fallback == chosen(None) != chosen(Config(splits=4, block_tokens=16))
+        fallback = launches(attend_with(tuning), *args)
+    assert fallback == launches(attend_with(None), *args)
+    assert fallback != launches(attend_with(config), *args)
 
 
 @pytest.mark.parametrize("case", ["gqa4", "draft3_row_lists_window", "g3_d80_dv96", "bf16_cache_f32_query"])
@@ -286,9 +279,14 @@ def test_a_call_finds_the_entry_of_its_shape(op, case):
         cache_dtype=case.cache_dtype or case.dtype,
         q_dtype=case.dtype,
     )
-    tuning = Tuning(entries=((shape, Config(splits=3, block_tokens=16)),))
-    run = jax.tree_util.Partial(call, op, case, implementation="interpret", config=tuning)
-    assert parts(run, make_inputs(case)) == [3]
+    config = Config(splits=3, block_tokens=16)
+    tuning = Tuning(entries=((shape, config),))
+
+    def run(config):
+        return functools.partial(call, op, case, implementation="interpret", config=config)
+
+    x = make_inputs(case)
+    assert launches(run(tuning), x) == launches(run(config), x) != launches(run(None), x)
 
 
 def test_a_selector_passes_a_tuning_on():
@@ -297,13 +295,13 @@ def test_a_selector_passes_a_tuning_on():
     view = PageView(page_table=table, lengths=jnp.array([32], jnp.int32), stale=jnp.int32(0))
     q = jnp.ones((1, 4, 16))
     shape = CallShape.of("paged_attention", q[:, None], pool, pool, table, by_page=True)
-    tuning = Tuning(entries=((shape, Config(splits=2, block_tokens=16)),))
-    selector = selectors.get("dense")
+    config = Config(splits=2, block_tokens=16)
+    tuning, selector = Tuning(entries=((shape, config),)), selectors.get("dense")
 
-    def attend(q):
-        return selector.attend((), q, pool, pool, view, implementation="interpret", config=tuning).output.out
+    def attend(config):
+        return lambda q: selector.attend((), q, pool, pool, view, implementation="interpret", config=config).output.out
 
-    assert parts(attend, q) == [2]
+    assert launches(attend(tuning), q) == launches(attend(config), q) != launches(attend(None), q)
 
 
 def test_what_is_no_config_is_refused():

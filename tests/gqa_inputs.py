@@ -110,7 +110,7 @@ class Layout:
 
 
 def paged(case, seqs, layout=None):
-    """The operands of the operation, by name. A page table for each KV head gives each head pages of its own."""
+    """The operands of the operation, by name; ids on the host. Tables for each KV head: each has pages of its own."""
     layout = layout or Layout()
     batch, size, heads, _ = seqs.k.shape
     width, tables = -(-size // case.P), case.Hkv if case.head_tables else 1
@@ -131,13 +131,13 @@ def paged(case, seqs, layout=None):
 
     scales = (x if x is None else pool(x) if x.ndim else jnp.asarray(x) for x in (seqs.k_scale, seqs.v_scale))
     return {
-        "q": jnp.asarray(seqs.q),
+        "q": seqs.q,
         "k_pages": pool(seqs.k),
         "v_pages": pool(seqs.v),
-        "page_table": jnp.asarray(table if case.head_tables else table[:, 0], jnp.int32),
-        "lengths": jnp.asarray(case.lengths, jnp.int32),
-        "positions": jnp.asarray(seqs.positions, jnp.int32),
-        "ids": jnp.asarray(seqs.chosen, jnp.int32),
+        "page_table": np.int32(table if case.head_tables else table[:, 0]),
+        "lengths": np.int32(case.lengths),
+        "positions": np.int32(seqs.positions),
+        "ids": np.int32(seqs.chosen),
         **dict(zip(("k_scale", "v_scale"), scales)),
     }
 
@@ -150,23 +150,23 @@ def attend(case, x, implementation, config=None, packed=None, **options):
     options |= {"implementation": implementation, "config": config, "out_dtype": case.out_dtype}
     options |= {name: x[name] for name in ("k_scale", "v_scale")}
     packed = case.op == "token_sparse" and case.phase == "prefill" if packed is None else packed
-    ids, positions, batch = x["ids"], x["positions"], len(case.lengths)
+    ids, positions, batch = x["ids"], x["positions"], len(x["lengths"])
     if not packed:
         ids = ids if case.per_token else ids[:, 0]
-        request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), ids.size // (batch * case.Hkv * case.C))
+        request = np.repeat(np.arange(batch), ids.size // (batch * case.Hkv * case.C))
         return _call(case, x, x["q"], ids, positions, request, options)
-    rows = np.nonzero(np.asarray(positions) >= 0)  # no padding rows
-    table, lengths = x["page_table"][rows[0]], x["lengths"][rows[0]]
-    request = jnp.arange(len(rows[0]), dtype=jnp.int32)
-    x_rows = {**x, "page_table": table, "lengths": lengths}
-    got = _call(case, x_rows, x["q"][rows], ids[rows], positions[rows], request, options)
-    out = jnp.zeros((*positions.shape, *got.out.shape[1:]), got.out.dtype).at[rows].set(got.out)
-    return AttentionOutput(out, jnp.full((*positions.shape, case.Hq), -jnp.inf).at[rows].set(got.lse))
+    rows = np.nonzero(positions >= 0)  # no padding rows
+    x_rows = {**x, "page_table": x["page_table"][rows[0]], "lengths": x["lengths"][rows[0]]}
+    got = _call(case, x_rows, x["q"][rows], ids[rows], positions[rows], np.arange(len(rows[0])), options)
+    out = np.zeros((*positions.shape, *got.out.shape[1:]), got.out.dtype)
+    lse = np.full((*positions.shape, case.Hq), -np.inf, np.float32)
+    out[rows], lse[rows] = got.out, got.lse
+    return AttentionOutput(out, lse)
 
 
 def _call(case, x, q, ids, positions, request, options):
     if case.op == "token_sparse":
-        slots = to_slots(case, x, ids.reshape(-1, case.Hkv, case.C), request).reshape(ids.shape)
+        slots = np.asarray(to_slots(case, x, ids.reshape(-1, case.Hkv, case.C), request)).reshape(ids.shape)
         return sparse_jax.token_sparse_attention(q, x["k_pages"], x["v_pages"], slots, **options)
     by_length = case.offsets is None and len(set(case.queries)) == 1 and q.ndim == 4
     options["q_positions"] = None if by_length else positions

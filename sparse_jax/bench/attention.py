@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import sparse_jax
 from sparse_jax.bench import cases, entries, inputs, peers
 from sparse_jax.bench.cases import DecodeShape
-from sparse_jax.bench.entries import Candidate, Entry, Skip
+from sparse_jax.bench.entries import Candidate, Entry
 from sparse_jax.bench.inputs import Lists, Pools
 from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import Chain, Plan, Timing, sets_to_rotate
@@ -153,7 +153,6 @@ def _op_entries(op: Op, case: DecodeShape, q: jax.Array, pools: Any, sets: list[
         return Chain(step, q, pools, sets, calls=4 if hold else plan.effort.calls, hold=hold)
 
     def plain() -> list[Candidate]:
-        _check_memory(case, op)
         return [Candidate(ours("xla", None))]
 
     def remember(timing: Timing) -> dict[str, Any]:
@@ -177,16 +176,6 @@ def _op_entries(op: Op, case: DecodeShape, q: jax.Array, pools: Any, sets: list[
         for name, candidates in peers.DENSE.items():
             found.append(Entry(row(name), functools.partial(candidates, case, q, pools, sets), effort=plan.effort))
     return found
-
-
-def _check_memory(case: DecodeShape, op: Op) -> None:
-    """Plain XLA gathers what it attends to and widens it to float32: at the longest contexts that does not fit."""
-    stats = jax.devices()[0].memory_stats() or {}
-    stored = cases.ITEMSIZES[op.kv_dtype or case.dtype]
-    needed = op.bytes(case) * (1 + 4 / stored)
-    free = stats.get("bytes_limit", float("inf")) - stats.get("bytes_in_use", 0)
-    if needed > 0.9 * free:
-        raise Skip(f"skipped: would need about {needed / 1e9:.0f} GB beside the pool, {free / 1e9:.0f} GB are free")
 
 
 def _settings(config: Any) -> dict[str, Any]:

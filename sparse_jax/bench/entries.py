@@ -10,10 +10,6 @@ from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import BRIEF, DEFAULT_EFFORT, Effort, Plan, Timing, short_message
 
 
-class Skip(Exception):
-    """Not measured, and the message says why."""
-
-
 class Timed(Protocol):
     """Something to time: `timing.Chain`, or a peer's likeness of it."""
 
@@ -39,7 +35,7 @@ class Entry(NamedTuple):
     """A row to be measured."""
 
     row: Row
-    candidates: Callable[[], Sequence[Candidate]]  # the fastest of these counts; may raise, Skip too
+    candidates: Callable[[], Sequence[Candidate]]  # the fastest of these counts; may raise
     finish: Callable[[Timing], dict[str, Any]] = _nothing  # more fields of the row, such as its error
     effort: Effort = DEFAULT_EFFORT
 
@@ -69,8 +65,6 @@ def _row(entry: Entry, candidates: list[tuple[Candidate, concurrent.futures.Futu
         candidate = _best(candidates)
         timing = candidate.chain.time(entry.effort)
         return entry.row.timed(timing, plan.copy_bandwidth, settings=candidate.settings, **entry.finish(timing))
-    except Skip as reason:
-        note = str(reason)
     except ImportError as error:
         note = f"not installed: {error.name}"
     except Exception as error:  # one failure must not cost the other rows of a run

@@ -23,7 +23,7 @@ from sparse_jax.bench.entries import Candidate, Entry
 from sparse_jax.bench.profiler import Profile, profile
 from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import Effort, Plan, Timing, timed
-from sparse_jax.paging import PagedKV, PagedState
+from sparse_jax.paging import PagedKV, PagedState, Reservation
 
 CASES, CASES_CPU = cases.STEP, cases.STEP_CPU
 QUICK = (*cases.STEP_QUICK, *cases.STEP_CPU_QUICK)
@@ -43,6 +43,7 @@ class Weights(NamedTuple):
     out: jax.Array
     page_indices: jax.Array  # i32[B, Hkv, kept_pages]
     slots: jax.Array  # i32[B, Hkv, kept_tokens], in one plane
+    reservation: Reservation  # room for the token at `Model.length`
 
 
 class Carry(NamedTuple):
@@ -133,18 +134,15 @@ def decode(
 ) -> tuple[Carry, jax.Array]:
     """STEPS decode steps of requests that hold `length` i32[] tokens before the first.
 
-    Returns the state, to be donated to the next call, and a number that stays and can be waited for.
+    Without reserving, every step writes the token at `length` again. Returns the state, to be donated to the next call,
+    and a number that stays and can be waited for.
     """
     ones = jnp.ones(carry.h.shape[0], jnp.int32)
-    table = dataclasses.replace(carry.paged.table, lengths=ones * length)
+    table = dataclasses.replace(carry.paged.table, lengths=ones * (length if variant.reserves else length + 1))
     carry = carry._replace(paged=dataclasses.replace(carry.paged, table=table))
-    reservation = None
-    if not variant.reserves:
-        paged, reservation = paging.reserve(carry.paged, ones, 1)
-        carry = carry._replace(paged=paged)
 
     def step(carry: Carry, _: None) -> tuple[Carry, None]:
-        places = reservation
+        places = weights.reservation
         if variant.reserves:
             paged, places = paging.reserve(carry.paged, ones, 1)
             carry = carry._replace(paged=paged)
@@ -172,25 +170,31 @@ class Model:
 
     def _new_carry(self) -> Carry:
         shape, planes = self.shape, max(self.case.layers)
-        pages = shape.batch * shape.pages_per_request
-
-        def owned() -> PagedState:  # every page belongs to a request
-            state = paging.create(
-                planes=1,
-                pages=pages,
-                page_size=shape.page_size,
-                kv_heads=shape.kv_heads,
-                key_width=1,
-                requests=shape.batch,
-                pages_per_request=shape.pages_per_request,
-            )
-            return paging.reserve(state, jnp.full(shape.batch, shape.context, jnp.int32), shape.context)[0]
-
         deep = dataclasses.replace(shape, batch=shape.batch * planes, pool_bytes=0)
         k, v = (inputs.random_pool(key, deep) for key in jax.random.split(jax.random.key(0)))
         summaries = inputs.envelope(k)
-        kv = PagedKV(*(jax.jit(lambda x: x.reshape(planes, pages, *x.shape[1:]), donate_argnums=0)(x) for x in (k, v)))
-        return Carry(inputs.make_query(shape), dataclasses.replace(jax.jit(owned)(), kv=kv), summaries)
+        in_planes = jax.jit(lambda x: x.reshape(planes, -1, *x.shape[1:]), donate_argnums=0)
+        paged = dataclasses.replace(jax.jit(self._owned)(), kv=PagedKV(in_planes(k), in_planes(v)))
+        return Carry(inputs.make_query(shape), paged, summaries)
+
+    def _owned(self) -> PagedState:
+        """Page tables that are full, and a pool of next to nothing."""
+        shape = self.shape
+        state = paging.create(
+            planes=1,
+            pages=shape.batch * shape.pages_per_request,
+            page_size=shape.page_size,
+            kv_heads=1,
+            key_width=1,
+            requests=shape.batch,
+            pages_per_request=shape.pages_per_request,
+        )
+        return paging.reserve(state, jnp.full(shape.batch, shape.context, jnp.int32), shape.context)[0]
+
+    def _reservation(self) -> Reservation:
+        state, ones = self._owned(), jnp.ones(self.shape.batch, jnp.int32)
+        state = dataclasses.replace(state, table=dataclasses.replace(state.table, lengths=self.length * ones))
+        return paging.reserve(state, ones, 1)[1]
 
     def _new_weights(self) -> Weights:
         shape, planes = self.shape, max(self.case.layers)
@@ -202,7 +206,8 @@ class Model:
         tokens = inputs.shuffled(keys[4], rows, shape.context - STEPS)[..., : shape.kept_tokens]
         table = self.carry.paged.table.pages
         page = jnp.take_along_axis(table[:, None, :], tokens // shape.page_size, axis=2)
-        return Weights(q, k, v, out, pages, page * shape.page_size + tokens % shape.page_size)
+        slots = page * shape.page_size + tokens % shape.page_size
+        return Weights(q, k, v, out, pages, slots, jax.jit(self._reservation)())
 
     def live_carry(self) -> Carry:
         """The state that the last run left, or a new one where a failed run took it along."""

@@ -60,6 +60,13 @@ class Timing(NamedTuple):
     first: Any = None  # what the first call returned
     kernels: dict[str, KernelTime] | None = None  # the same by kernel
 
+    def with_kernels(self, run: Callable[[], Any], calls: int) -> "Timing":
+        """With the kernel times of a function that makes `calls` calls; without any where they cannot be right."""
+        seen = _believable(run, calls, wall=self.microseconds)
+        if seen is None:
+            return self._replace(kernel_microseconds=None, kernels=None)
+        return self._replace(kernel_microseconds=seen.microseconds, kernels=seen.kernels)
+
 
 def sets_to_rotate(bytes_per_call: int) -> int:
     """How many input sets make the bytes read between two uses of one set exceed twice the L2 cache."""
@@ -69,23 +76,24 @@ def sets_to_rotate(bytes_per_call: int) -> int:
 def _chain(
     step: Step, rounds: int, passes: int, hold: bool, carry: Any, fixed: Any, sets: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Calls `step` with each set, `rounds * passes` times: (last output, output of the first call).
+    """Calls `step` with each set, `rounds * passes` times, and once before: (last output, output of that first call).
 
     Each call's output is the next one's query, so no call can be dropped, merged with another, or run beside it. The
     rounds are a scan, as decode loops are.
     """
 
-    def one_round(carry: Any, _: None) -> tuple[Any, Any]:
-        outputs = []
-        for inputs in list(sets) * passes:
-            if hold:
-                carry, inputs = lax.optimization_barrier((carry, inputs))
-            carry = step(carry, fixed, inputs)
-            outputs.append(carry)
-        return carry, outputs[0]
+    def call(carry: Any, inputs: Any) -> Any:
+        if hold:
+            carry, inputs = lax.optimization_barrier((carry, inputs))
+        return step(carry, fixed, inputs)
 
-    carry, firsts = lax.scan(one_round, carry, None, length=rounds)
-    return carry, jax.tree.map(lambda x: x[0], firsts)
+    def one_round(carry: Any, _: None) -> tuple[Any, None]:
+        for inputs in list(sets) * passes:
+            carry = call(carry, inputs)
+        return carry, None
+
+    first = call(carry, sets[0])
+    return lax.scan(one_round, first, None, length=rounds)[0], first
 
 
 _PLAIN_XLA = threading.Lock()
@@ -95,7 +103,7 @@ class Chain:
     """A chain of calls of one step: compiled first (in any thread), timed later.
 
     hold: keep XLA from doing work on an input set once for all calls that share it, such as a gather. A kernel that
-    takes the query needs no such barrier, which costs a copy of the inputs.
+    takes the query needs no such barrier.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Chain:
         passes = 1 if hold else -(-LEAST_CALLS_IN_BODY // len(sets))
         rounds = max(LEAST_ROUNDS, -(-calls // (passes * len(sets))))
         self.hold = hold
-        self.calls = rounds * passes * len(sets)
+        self.calls = rounds * passes * len(sets) + 1
         self.arguments = (carry, fixed, list(sets))
         self.function = functools.partial(_chain, step, rounds, passes, hold)
 
@@ -115,9 +123,18 @@ class Chain:
             self.run = jax.jit(self.function).lower(*self.arguments).compile()
 
     def time(self, effort: Effort) -> Timing:
-        """Runs it once uncounted, then measures."""
+        """Runs it once uncounted, then measures. Raises MemoryError where what it needs is more than is free."""
+        _check_memory(self.run)
         _, first = jax.block_until_ready(self.run(*self.arguments))
         return timed(lambda: self.run(*self.arguments), self.calls, effort)._replace(first=first)
+
+
+def _check_memory(compiled: jax.stages.Compiled) -> None:
+    needed = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)
+    if needed > free:
+        raise MemoryError(f"needs {needed / 1e9:.1f} GB beside its inputs, {free / 1e9:.1f} GB are free")
 
 
 def measure(
@@ -139,9 +156,7 @@ def timed(run: Callable[[], Any], calls: int, effort: Effort) -> Timing:
     median = float(np.median(samples))
     timing = Timing(median, min(samples), max(samples))
     if jax.default_backend() == "gpu" and median < PROFILED_BELOW and effort != BRIEF:
-        seen = _believable(run, calls, wall=median)
-        if seen is not None:
-            return timing._replace(kernel_microseconds=seen.microseconds, kernels=seen.kernels)
+        return timing.with_kernels(run, calls)
     return timing
 
 

@@ -1,7 +1,7 @@
 """The top-k suite: `sparse_jax.top_k` in both orders against `lax.top_k` and `torch.topk`."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from sparse_jax.bench.cases import TopKShape
 from sparse_jax.bench.entries import Candidate, Entry
 from sparse_jax.bench.peers import TorchChain
 from sparse_jax.bench.report import Row
-from sparse_jax.bench.timing import Chain, Plan, Timing, sets_to_rotate
+from sparse_jax.bench.timing import Chain, Effort, Plan, Timing, sets_to_rotate
 
 CASES, CASES_CPU = cases.TOP_K, cases.TOP_K_CPU
 QUICK = (*cases.TOP_K_QUICK, *cases.TOP_K_CPU_QUICK)
@@ -48,11 +48,11 @@ def rows(case: TopKShape, plan: Plan) -> Iterator[Row]:
         return Entry(row, candidates, error, plan.effort)
 
     def ours(order: str) -> list[Candidate]:
-        step = functools.partial(_ours, order, "triton" if on_gpu else "xla")
-        return [Candidate(Chain(step, carry, case.size, sets, calls=plan.effort.calls, hold=not on_gpu))]
+        top_k = functools.partial(_ours, order, "triton" if on_gpu else "xla")
+        return [Candidate(TopKChain(top_k, carry, sets, plan.effort.calls, hold=not on_gpu))]
 
     def lax_top_k() -> list[Candidate]:
-        return [Candidate(Chain(_lax, carry, case.size, sets, calls=plan.effort.calls, hold=True))]
+        return [Candidate(TopKChain(_lax, carry, sets, plan.effort.calls, hold=True))]
 
     name = "triton" if on_gpu else "xla"
     todo = [entry(f"top-k by {order}", name, functools.partial(ours, order), order) for order in ("id", "score")]
@@ -63,15 +63,38 @@ def rows(case: TopKShape, plan: Plan) -> Iterator[Row]:
     yield from entries.measure(todo, plan)
 
 
-def _ours(order: str, implementation: str, carry: Ids, size: Any, scores: jax.Array) -> Ids:
-    lengths, ids = carry
-    ids = sparse_jax.top_k(scores, ids.shape[-1], lengths, order=order, implementation=implementation)
-    return size + jnp.minimum(ids[..., 0], 0), ids  # the next call must wait for these ids
+class TopKChain(Chain):
+    """A chain of calls top_k(scores, k, lengths); its kernels are those of the calls, without what links them."""
+
+    def __init__(self, top_k: Callable[..., jax.Array], carry: Ids, sets: list[jax.Array], calls: int, hold: bool):
+        def step(carry: Ids, _: None, scores: jax.Array) -> Ids:
+            lengths, ids = carry
+            ids = top_k(scores, ids.shape[-1], lengths)
+            # The same lengths, but known only once these ids are: the next call must wait for them.
+            return lengths + jnp.minimum(ids[..., 0], 0), ids
+
+        super().__init__(step, carry, None, sets, calls=calls, hold=hold)
+        self.alone = functools.partial(jax.jit(top_k, static_argnames="k"), k=carry[1].shape[-1], lengths=carry[0])
+
+    def time(self, effort: Effort) -> Timing:
+        """The wall time of the chain, the kernel times of the calls alone."""
+        timing, sets = super().time(effort), self.arguments[2]
+        if not timing.kernels:
+            return timing
+
+        def run() -> list[jax.Array]:
+            return [self.alone(scores) for scores in sets]
+
+        jax.block_until_ready(run())
+        return timing.with_kernels(run, len(sets))
 
 
-def _lax(carry: Ids, size: Any, scores: jax.Array) -> Ids:
-    ids = lax.top_k(scores, carry[1].shape[-1])[1]
-    return size + jnp.minimum(ids[..., 0], 0), ids
+def _ours(order: str, implementation: str, scores: jax.Array, k: int, lengths: jax.Array) -> jax.Array:
+    return sparse_jax.top_k(scores, k, lengths, order=order, implementation=implementation)
+
+
+def _lax(scores: jax.Array, k: int, lengths: jax.Array) -> jax.Array:
+    return lax.top_k(scores, k)[1]
 
 
 def _torch_top_k(case: TopKShape, sets: list[jax.Array]) -> list[Candidate]:

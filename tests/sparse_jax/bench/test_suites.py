@@ -13,7 +13,8 @@ import pytest
 import sparse_jax
 from pallas_kernels.lowering import lower_for_cuda
 from sparse_jax.bench import attention, cases, inputs, peers, run, step, suites, timing, topk
-from sparse_jax.bench.entries import Candidate, Skip
+from sparse_jax.bench.entries import Candidate
+from sparse_jax.bench.profiler import Profile
 from tests.sparse_jax.bench.shapes import BRIEF, TINY, TINY_STEP, TINY_TOP_K, any_timing
 
 
@@ -129,6 +130,20 @@ def test_wrong_ids_show_as_an_error(tiny_suites, monkeypatch):
     assert rows[0].error == pytest.approx(1 / TINY_TOP_K.k, rel=0.5)
 
 
+def test_kernel_times_of_top_k_are_those_of_the_calls_alone(monkeypatch):
+    def profile(run, calls):
+        assert len(run()) == calls == 2
+        return Profile({"top_k": timing.KernelTime(0.9, 1.0)}, {})
+
+    linked = any_timing()._replace(kernels={"top_k": timing.KernelTime(0.9, 1.0), "link": timing.KernelTime(0.1, 1.0)})
+    monkeypatch.setattr(timing.Chain, "time", lambda chain, effort: linked)
+    monkeypatch.setattr(timing, "profile", profile)
+    sets = [topk.make_scores(jax.random.key(seed), TINY_TOP_K) for seed in range(2)]
+    carry = jnp.full((2, 3), 40), jnp.zeros((2, 3, 5), jnp.int32)
+    found = topk.TopKChain(topk._lax, carry, sets, 2, hold=True).time(BRIEF)
+    assert (list(found.kernels), found.kernel_microseconds) == (["top_k"], 0.9)
+
+
 def test_scores_hold_the_wanted_zeros():
     scores = topk.make_scores(jax.random.key(0), dataclasses.replace(TINY_TOP_K, rows=(100,), zeros=0.25))
     assert float(jnp.mean(scores == 0)) == pytest.approx(0.25, abs=0.03)
@@ -194,13 +209,6 @@ def test_no_case_is_begun_after_the_minutes(tiny_suites):
     assert "not begun" in result.notes[1]
 
 
-def test_plain_xla_is_skipped_where_it_would_not_fit(monkeypatch):
-    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 900})
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    with pytest.raises(Skip, match="would need about"):
-        attention._check_memory(TINY, attention.OPS[0])
-
-
 def test_error_is_the_relative_distance_to_plain_xla():
     ours, plain = jnp.array([1.0, 2.1]), jnp.array([1.0, 2.0])
     assert attention._relative_error(ours, plain) == pytest.approx(0.1 / 5**0.5, rel=1e-4)
@@ -252,7 +260,6 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing.Chain, "compile", lower)
     monkeypatch.setattr(timing.Chain, "time", lambda chain, effort: any_timing())
-    monkeypatch.setattr(attention, "_check_memory", lambda case, op: None)
     for name in ("make_query", "make_pools", "make_sets", "to_fp8"):
         monkeypatch.setattr(inputs, name, shapes(getattr(inputs, name)))
     monkeypatch.setitem(peers.DENSE, "torch SDPA, contiguous", lambda *rest: [Candidate(FakeTorch())])

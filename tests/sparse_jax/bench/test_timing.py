@@ -21,12 +21,12 @@ def test_chain_feeds_each_output_to_the_next_call_and_rotates():
     sets = [jnp.float32(1), jnp.float32(10)]
     carry, first = timing._chain(step, 2, 1, True, jnp.float32(2), jnp.float32(3), sets)
     assert float(first) == 7
-    assert float(carry) == ((7 * 3 + 10) * 3 + 1) * 3 + 10
+    assert float(carry) == ((((7 * 3 + 1) * 3 + 10) * 3 + 1) * 3) + 10
     passed_twice, _ = timing._chain(step, 1, 2, False, jnp.float32(2), jnp.float32(3), sets)
     assert float(passed_twice) == float(carry)
 
 
-@pytest.mark.parametrize(("sets", "hold", "calls"), [(1, False, 16), (3, False, 18), (16, False, 32), (3, True, 12)])
+@pytest.mark.parametrize(("sets", "hold", "calls"), [(1, False, 17), (3, False, 19), (16, False, 33), (3, True, 13)])
 def test_the_body_of_a_chain_holds_enough_calls_for_a_graph(sets, hold, calls):
     chain = timing.Chain(None, None, None, [None] * sets, calls=10, hold=hold)
     assert chain.calls == calls
@@ -132,19 +132,21 @@ def test_a_failure_becomes_a_row(candidates):
     assert found.note == "RuntimeError: out of memory"
 
 
-@pytest.mark.parametrize(
-    ("error", "note"),
-    [
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), "not installed: torch"),
-        (entries.Skip("skipped: too large"), "skipped: too large"),
-    ],
-)
-def test_what_is_not_there_is_named(error, note):
+def test_a_peer_that_is_not_installed_is_named():
     def candidates():
-        raise error
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     (found,) = entries.measure([entries.Entry(row("dense", "peer", None), candidates)], PLAN)
-    assert (found.microseconds, found.note) == (None, note)
+    assert (found.microseconds, found.note) == (None, "not installed: torch")
+
+
+def test_what_does_not_fit_beside_its_inputs_is_not_run(monkeypatch):
+    chain = timing.Chain(lambda x, _, scale: jnp.sin(x @ x) * scale, jnp.ones((64, 64)), None, [jnp.ones(())])
+    chain.compile()
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10_000, "bytes_in_use": 9000})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(MemoryError, match=r"needs 0.0 GB beside its inputs"):
+        chain.time(BRIEF)
 
 
 def test_finish_adds_to_the_row_and_only_wanted_rows_are_measured():

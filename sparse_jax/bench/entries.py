@@ -10,11 +10,15 @@ from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import BRIEF, DEFAULT_EFFORT, Effort, Plan, Timing, short_message
 
 
-class Timed(Protocol):
-    """Something to time: `timing.Chain`, or a peer's likeness of it."""
+class Compiled(Protocol):
+    """Something to compile before anything is timed."""
 
     def compile(self) -> None:
         """Runs in a thread beside others."""
+
+
+class Timed(Compiled, Protocol):
+    """Something to time: `timing.Chain`, or a peer's likeness of it."""
 
     def time(self, effort: Effort) -> Timing:
         """Runs alone."""
@@ -38,6 +42,7 @@ class Entry(NamedTuple):
     candidates: Callable[[], Sequence[Candidate]]  # the fastest of these counts; may raise
     finish: Callable[[Timing], dict[str, Any]] = _nothing  # more fields of the row, such as its error
     effort: Effort = DEFAULT_EFFORT
+    beside: Sequence[Compiled] = ()  # what `finish` needs
 
 
 def measure(entries: Sequence[Entry], plan: Plan) -> Iterator[Row]:
@@ -52,6 +57,8 @@ def measure(entries: Sequence[Entry], plan: Plan) -> Iterator[Row]:
 def _started(
     pool: concurrent.futures.Executor, entry: Entry
 ) -> list[tuple[Candidate, concurrent.futures.Future]] | Exception:
+    for other in entry.beside:
+        pool.submit(other.compile)
     try:
         return [(candidate, pool.submit(candidate.chain.compile)) for candidate in entry.candidates()]
     except Exception as error:
@@ -64,12 +71,15 @@ def _row(entry: Entry, candidates: list[tuple[Candidate, concurrent.futures.Futu
             raise candidates
         candidate = _best(candidates)
         timing = candidate.chain.time(entry.effort)
-        return entry.row.timed(timing, plan.copy_bandwidth, settings=candidate.settings, **entry.finish(timing))
     except ImportError as error:
-        note = f"not installed: {error.name}"
+        return dataclasses.replace(entry.row, note=f"not installed: {error.name}")
     except Exception as error:  # one failure must not cost the other rows of a run
-        note = short_message(error)
-    return dataclasses.replace(entry.row, note=note)
+        return dataclasses.replace(entry.row, note=short_message(error))
+    row = entry.row.timed(timing, plan.copy_bandwidth, settings=candidate.settings)
+    try:
+        return dataclasses.replace(row, **entry.finish(timing))
+    except Exception as error:
+        return dataclasses.replace(row, note=short_message(error))
 
 
 def _best(candidates: list[tuple[Candidate, concurrent.futures.Future]]) -> Candidate:

@@ -65,7 +65,7 @@ def headline(runs: dict[str, Run]) -> str:
         if OURS not in measured:
             continue
         ours, case = measured.pop(OURS), _case(run, case_name)
-        xla = measured.pop("xla", None) or measured.pop("xla attention", None)
+        xla = measured.pop("xla", None)
         others = [
             f"{name.removesuffix(', contiguous')} {microseconds(row['microseconds'])}" for name, row in measured.items()
         ]

@@ -224,7 +224,6 @@ class Steps:
         self.function = functools.partial(decode, variant, layers, config)
         self.options: dict[str, Any] = {}
         self.compiled: Callable[..., tuple[Carry, jax.Array]] | None = None
-        self.beside: tuple[Steps, ...] = ()  # compiled with this one
 
     def with_options(self, options: dict[str, Any]) -> "Steps":
         """The same steps for XLA with other options."""
@@ -236,12 +235,12 @@ class Steps:
         """Traces and compiles, without running anything."""
         arguments = (self.model.carry, self.model.weights, self.model.length)
         lowered = jax.jit(self.function, donate_argnums=0).lower(*arguments)
-        for steps in (self, *self.beside):
-            steps.compiled = lowered.compile(compiler_options=steps.options)
+        self.compiled = lowered.compile(compiler_options=self.options)
 
     def run(self) -> jax.Array:
         """Takes the steps; the state goes on from where the last run left it."""
-        assert self.compiled is not None
+        if self.compiled is None:
+            raise RuntimeError(f"did not compile with {self.options}")
         self.model.carry, done = self.compiled(self.model.live_carry(), self.model.weights, self.model.length)
         return done
 
@@ -273,15 +272,14 @@ def _entries(model: Model, variant: Variant, plan: Plan) -> Iterator[Entry]:
 
     def entry(count: int) -> Entry:
         steps = Steps(model, variant, count, plan.config)
-        in_detail = on_gpu and count == layers[-1]
-        if in_detail:
-            steps.beside = (steps.with_options(WATCHED), steps.with_options(WITHOUT_GRAPHS))
+        beside = [steps.with_options(options) for options in (WATCHED, WITHOUT_GRAPHS)]
+        beside = beside if on_gpu and count == layers[-1] else []
 
         def finish(timing: Timing) -> dict[str, Any]:
             measured.append((count, timing))
             details = {"layers": count} | (_slopes(measured) if count == layers[-1] else {})
-            if in_detail:
-                watched, without_graphs = steps.beside
+            if beside:
+                watched, without_graphs = beside
                 details |= _launches(watched) | {"us without graphs": without_graphs.time(plan.effort).microseconds}
             return {"details": details}
 
@@ -291,7 +289,7 @@ def _entries(model: Model, variant: Variant, plan: Plan) -> Iterator[Entry]:
             implementation="triton" if on_gpu else "xla",
             bytes=count * variant.bytes(model.shape),
         )
-        return Entry(row, lambda: [Candidate(steps)], finish, plan.effort)
+        return Entry(row, lambda: [Candidate(steps)], finish, plan.effort, beside)
 
     yield from map(entry, layers)
 

@@ -123,13 +123,14 @@ class Chain:
             self.run = jax.jit(self.function).lower(*self.arguments).compile()
 
     def time(self, effort: Effort) -> Timing:
-        """Runs it once uncounted, then measures. Raises MemoryError where what it needs is more than is free."""
-        _check_memory(self.run)
+        """Runs it once uncounted, then measures. Raises MemoryError as `check_memory` does."""
+        check_memory(self.run)
         _, first = jax.block_until_ready(self.run(*self.arguments))
         return timed(lambda: self.run(*self.arguments), self.calls, effort)._replace(first=first)
 
 
-def _check_memory(compiled: jax.stages.Compiled) -> None:
+def check_memory(compiled: jax.stages.Compiled) -> None:
+    """Raises MemoryError where what a function needs beside its inputs is more than is free."""
     needed = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", needed) - stats.get("bytes_in_use", 0)

@@ -121,7 +121,7 @@ def h200_runs():
             if not case.ops or op.name in case.ops:
                 microseconds = op.bytes(case) / 4e6
                 rows.append(row(op.name, "triton", microseconds, case.name))
-                rows.append(row(op.name, op.xla, 4 * microseconds, case.name))
+                rows.append(row(op.name, "xla", 4 * microseconds, case.name))
     rows.append(row("dense", "torch SDPA, contiguous", 1851.0, "b64-32k"))
     rows.append(row("dense", "jax cudnn, contiguous", None, "b64-32k", note="RuntimeError: refused"))
     ids = [row("top-k by id", "triton", 19.5, "64x32k"), row("top-k by score", "triton", 33.0, "64x32k")]

@@ -149,6 +149,14 @@ def test_what_does_not_fit_beside_its_inputs_is_not_run(monkeypatch):
         chain.time(BRIEF)
 
 
+def test_a_failure_to_finish_leaves_the_number():
+    compiled = []
+    beside = types.SimpleNamespace(compile=lambda: compiled.append(True))
+    found = measured(Fake(), finish=lambda timing: 1 / 0, beside=[beside])
+    assert (found.microseconds, found.note) == (1, "ZeroDivisionError: division by zero")
+    assert compiled == [True]
+
+
 def test_finish_adds_to_the_row_and_only_wanted_rows_are_measured():
     assert measured(Fake(), finish=lambda timing: {"error": 0.5}).error == 0.5
     todo = [entries.Entry(row(op, "x", None), lambda: [entries.Candidate(Fake())]) for op in ("dense", "page-sparse")]

@@ -64,3 +64,11 @@ def test_links_lead_somewhere(document):
 def test_numbers_are_those_of_the_committed_run():
     for path, text in readme.documents(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python -m sparse_jax.bench.readme"
+
+
+def test_plots_are_those_of_the_committed_run():
+    plots = pytest.importorskip("sparse_jax.bench.plots")
+    run = readme.load(ROOT)["attention"]
+    for name in plots.PLOTS:
+        drawn = (ROOT / readme.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert plots.origin(run) in drawn, f"{name}.svg: run python -m sparse_jax.bench.readme"

@@ -34,7 +34,7 @@ def draw(runs: dict[str, Any], folder: Path) -> list[Path]:
     run = runs["attention"]
     written = []
     with matplotlib.rc_context(STYLE):
-        for name, plot in (("time", time_by_context), ("speedup", speedup_by_kept), ("roofline", roofline)):
+        for name, plot in PLOTS.items():
             path = folder / f"{name}.svg"
             figure = plot(run)
             figure.text(0.995, 0.005, origin(run), ha="right", va="bottom", fontsize=6, color="gray")
@@ -140,3 +140,6 @@ def _point(row: dict[str, Any]) -> tuple[float, float]:
 
 def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
+
+
+PLOTS = {"time": time_by_context, "speedup": speedup_by_kept, "roofline": roofline}

@@ -26,11 +26,16 @@ def test_chain_feeds_each_output_to_the_next_call_and_rotates():
     assert float(passed_twice) == float(carry)
 
 
-@pytest.mark.parametrize(("sets", "hold", "calls"), [(1, False, 17), (3, False, 19), (16, False, 33), (3, True, 13)])
+@pytest.mark.parametrize(
+    ("sets", "hold", "calls"), [(1, False, 17), (3, False, 37), (16, False, 65), (3, True, 13), (1, True, 11)]
+)
 def test_the_body_of_a_chain_holds_enough_calls_for_a_graph(sets, hold, calls):
     chain = timing.Chain(None, None, None, [None] * sets, calls=10, hold=hold)
     assert chain.calls == calls
-    assert hold or chain.calls / timing.LEAST_ROUNDS >= timing.LEAST_CALLS_IN_BODY
+    assert chain.function.keywords == {}
+    _, rounds, passes, _ = chain.function.args
+    assert hold or passes * sets >= timing.LEAST_CALLS_IN_BODY
+    assert chain.calls == rounds * passes * sets + 1
 
 
 def test_measure_gives_a_positive_median_inside_its_spread():

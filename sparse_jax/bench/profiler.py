@@ -42,7 +42,8 @@ def profile(run: Callable[[], Any], calls: int = 1, runs: int = 3) -> Profile:
     XLA launches kernel by kernel while it is watched, unless compiled with xla_enable_command_buffers_during_profiling.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Python's calls would slow the host down and are not asked for
+    # Python's calls and the compiled programs are not asked for, and would slow everything down.
+    options.python_tracer_level, options.host_tracer_level, options.enable_hlo_proto = 0, 1, False
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready([run() for _ in range(runs)])

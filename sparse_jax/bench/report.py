@@ -64,6 +64,7 @@ class BenchResult:
     environment: dict[str, str]
     copy_terabytes_per_second: float
     cases: list[dict[str, Any]]
+    seconds: float = 0.0  # that the run took, compilation included
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -93,7 +94,7 @@ class BenchResult:
         for cells in zip(*columns.values()):
             table.add_row(*cells)
         copy = f"copy bandwidth {self.copy_terabytes_per_second:.3g} TB/s"
-        title = f"{self.suite} on {self.environment['device']}, {copy}"
+        title = f"{self.suite} on {self.environment['device']}, {copy}, {self.seconds:.0f} s"
         remarks = [f"{row.case} {row.op} {row.implementation}: {remark(row)}" for row in self.rows if remark(row)]
         below = map(Text, remarks + self.notes)
         return Group(Text(title), table, *below) if self.rows else Group(Text(title), *below)

@@ -74,6 +74,7 @@ def run(
         ValueError: the suite is unknown, or no case matches.
     """
     chosen = select_cases(suite, cases, quick)
+    start = time.monotonic()
     bandwidth = copy_bandwidth()
     result = BenchResult(
         suite=suite,
@@ -88,6 +89,7 @@ def run(
     plan = Plan(effort or (QUICK_EFFORT if quick else Effort()), yardstick, config, with_peers, only)
     for row in _all_rows(result, chosen, minutes, lambda case: SUITES[suite].rows(case, plan)):
         result.rows.append(row)
+        result.seconds = time.monotonic() - start
         if on_row:
             on_row(result, row)
     return result

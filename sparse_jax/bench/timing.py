@@ -33,7 +33,7 @@ class Effort(NamedTuple):
     """How long to measure."""
 
     repeats: int = 7
-    seconds: float = 0.35  # of all repeats together
+    seconds: float = 0.25  # of all repeats together
     calls: int = 10  # in one jit, at least
 
 

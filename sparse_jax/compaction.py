@@ -90,8 +90,9 @@ def reserve_prompt(
     """
     prompt_lengths = as_ids("prompt_lengths", prompt_lengths)
     check_shape("prompt_lengths", prompt_lengths, state.left_out.shape)
-    start, kept = state.full_lengths, as_ids("kept", kept)
+    kept = as_ids("kept", kept)
     paged, reservation = paging.reserve(state.paged, kept, width)
+    start = state.full_lengths
     granted = reservation.slots[:, 0] >= 0
     left_out = state.left_out + jnp.where(granted, prompt_lengths - kept, 0)
     key_positions = _follow_copies(state.key_positions, paged, reservation)
@@ -134,8 +135,8 @@ def write_prompt(
 
 def reserve(state: CompactedState, counts: jax.Array, width: int) -> tuple[CompactedState, Reservation]:
     """`paging.reserve`; the new tokens of a request get the positions from its full length on, in all planes."""
-    start, kv = state.full_lengths, state.paged.kv
     paged, reservation = paging.reserve(state.paged, counts, width)
+    start, kv = state.full_lengths, state.paged.kv
     key_positions = _follow_copies(state.key_positions, paged, reservation)
     positions = (start[:, None] + jnp.arange(width, dtype=jnp.int32))[..., None]
     slots = _in_all_planes(kv, reservation.slots)

@@ -10,6 +10,8 @@ from pallas_kernels import lowering
 
 # Programs that run at once where each holds three stages of 32 KB: two on each multiprocessor.
 WAVE = 2 * lowering.MULTIPROCESSORS
+MANY_WAVES = 8  # so many that an uneven last one does not matter
+LONG = 8192  # keys of a row from which the merge of a few more splits costs nothing beside them
 INT32_MAX = 2**31 - 1
 MOST_STAGE_BYTES = 160 * 1024  # of 227 KB shared memory; queries and probabilities need some too
 
@@ -74,45 +76,49 @@ def resolve(
     key_width: int,
     value_width: int,
     dtype: jnp.dtype,
+    scattered: bool = False,
 ) -> Launch:
     """Decides every field of a config from shapes and dtypes.
 
     groups: (request, KV head) pairs of `rows` query rows. tokens: keys of a row, the static bound (table width or list
-    length), because true lengths are on the device. dtype: that of the cache.
+    length), because true lengths are on the device. dtype: that of the cache. scattered: a block of keys lies on more
+    than one page.
     """
     config = config or Config()
     # Accumulators of 64 x 128 float32 are half of a program's registers.
     most_rows = max(16, min(64, 8192 // next_power_of_two(value_width)))
     block_rows = config.block_rows or min(most_rows, max(16, next_power_of_two(rows)))
     programs = groups * -(-rows // block_rows)
-    # Short lists of many rows start and end often: small programs overlap that better (H200: 148 against 152 us).
-    many_short = programs > WAVE and tokens <= 8192 and not config.exact
-    stage_bytes = (16 if many_short else 32) * 1024
-    row_bytes = (key_width + value_width) * max(jnp.dtype(dtype).itemsize, 2)
-    block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(stage_bytes // row_bytes + 1) // 2))
-    stages = max(1, min(4 if many_short else 3, MOST_STAGE_BYTES // (row_bytes * block_tokens)))
+    crowded = programs >= WAVE and tokens > LONG
+    row_bytes = (key_width + value_width) * jnp.dtype(dtype).itemsize
+    block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(32 * 1024 // row_bytes + 1) // 2))
+    # Two stages leave room for a third program on a multiprocessor, which only many programs can use (H200, 512
+    # programs of 32,768 keys: 1,955 us against 2,025).
+    stages = max(1, min(2 if crowded else 3, MOST_STAGE_BYTES // (row_bytes * block_tokens)))
     blocks = -(-tokens // block_tokens)
     return Launch(
         block_tokens=block_tokens,
         block_rows=block_rows,
-        num_warps=config.num_warps or (2 if many_short else 4),
+        # Half the bytes to wait for: four programs of two warps hide the widening of one-byte keys better.
+        num_warps=config.num_warps or (2 if jnp.dtype(dtype).itemsize == 1 else 4),
         num_stages=config.num_stages or stages,
-        splits=config.splits or choose_splits(programs, blocks, config.exact),
+        splits=config.splits or choose_splits(programs, blocks, tokens > LONG, scattered, config.exact),
         exact=config.exact,
     )
 
 
-def choose_splits(programs: int, blocks: int, exact: bool) -> int:
+def choose_splits(programs: int, blocks: int, long: bool, scattered: bool, exact: bool) -> int:
     """How many programs share the keys of one row, of which there are `blocks` blocks.
 
-    One wave of programs that fills the chip, or so many that an uneven last wave does not matter: between the two, half
-    of the chip waits (H200, 512 programs of equal length: 2,372 us; cut into 2,048: 2,029 us). At least two blocks
-    each, or the merge costs more than it gives. `exact`: a fixed number, whatever else is in the batch.
+    Too few programs are cut until they fill the chip: once, or twice over where each block must first read where its
+    keys lie (H200, 64 rows of 2,048 keys: 23.5 us with 8 splits, 26 with 4). Long rows of many programs are cut into
+    many waves, because an uneven last one leaves much of the chip waiting (512 programs of 32,768 keys: 2,372 us; cut
+    into 2,048: 2,029 us). `exact`: a fixed number, whatever else is in the batch.
     """
     if exact:
         wanted = 16
-    elif programs <= WAVE // 2:
-        wanted = WAVE // programs
+    elif long and programs > WAVE // 2:
+        wanted = -(-MANY_WAVES * WAVE // programs)
     else:
-        wanted = -(-8 * WAVE // programs)
-    return max(1, min(wanted, blocks // 2))
+        wanted = (2 * WAVE if scattered else WAVE) // programs
+    return max(1, min(wanted, blocks if scattered else blocks // 2))

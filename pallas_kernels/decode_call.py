@@ -15,6 +15,8 @@ from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
 from pallas_kernels.merge_splits import merge_splits
 
+SCATTERED_BELOW = 64  # tokens of a page: the largest block that `resolve` chooses lies inside a page of as many
+
 
 class Program(NamedTuple):
     """Which part of the work a program does."""
@@ -39,8 +41,9 @@ class Shape:
     value_width: int
     scale: float
     soft_cap: float | None
+    interpret: bool = False
 
-    def launch(self, config: Config | None, tokens: int, dtype: Any) -> Launch:
+    def launch(self, config: Config | None, tokens: int, dtype: Any, *, by_page: bool) -> Launch:
         """Decides the tuning values; tokens is the static bound of a row's keys, dtype that of the cache."""
         return resolve(
             config,
@@ -50,6 +53,7 @@ class Shape:
             key_width=self.key_width,
             value_width=self.value_width,
             dtype=dtype,
+            scattered=not by_page or self.page_size < SCATTERED_BELOW,
         )
 
     @property
@@ -134,7 +138,14 @@ def launch_splits(
 
 
 def decode_shape(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, per_token: bool, scale: float, soft_cap: float | None
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    per_token: bool,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
 ) -> Shape:
     """The static shape of a call with q [B, T, Hq, D].
 
@@ -154,7 +165,19 @@ def decode_shape(
         value_width=value_width,
         scale=scale,
         soft_cap=soft_cap,
+        interpret=interpret,
     )
+
+
+def as_pairs(pool: jax.Array) -> jax.Array:
+    """A one-byte pool [N, Hkv, P, D] of even width as int16[N, Hkv, P, D / 2]; any other pool as it is.
+
+    On a GPU this is no copy. Pairs travel through shared memory like 16-bit numbers, which the matrix units can
+    transpose, and their offsets stay below 2^31 in any pool that holds less than 2^32 bytes.
+    """
+    if pool.dtype.itemsize > 1 or pool.shape[-1] % 2:
+        return pool
+    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
 
 
 def to_tiles(q: jax.Array, shape: Shape) -> jax.Array:

@@ -53,8 +53,8 @@ def pieces(width: int) -> list[tuple[int, int]]:
 
 def attend(
     q_ref: Any,  # [groups, Hkv, rows, D]
-    k_ref: Any,  # [N, Hkv, P, D]
-    v_ref: Any,  # [N, Hkv, P, Dv]
+    k_ref: Any,  # [N, Hkv, P, D], or i16[N, Hkv, P, D / 2] pairs of e4m3
+    v_ref: Any,  # [N, Hkv, P, Dv], or i16[N, Hkv, P, Dv / 2]
     scales: dict[str, Any],  # "k", "v": None, f32[1] or f32[N, Hkv, P]
     out_ref: Any,  # [splits, groups, Hkv, rows, Dv]
     lse_ref: Any,  # f32[splits, groups, Hkv, rows]
@@ -73,16 +73,21 @@ def attend(
     """
     group, head, _, rows = program
     is_row = rows < shape.rows
-    compute = q_ref.dtype if k_ref.dtype.itemsize < 2 else jnp.promote_types(q_ref.dtype, k_ref.dtype)
+    compute = product_dtype(q_ref.dtype, k_ref.dtype)
     q = [
         lowering.load(
             q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0.0
-        ).astype(compute)
-        for cols, inside in _columns(shape.key_width)
+        )
+        for cols, inside in _columns(shape.key_width, k_ref.dtype)
     ]
+    q_scale = None
+    if compute == jnp.float16 and q_ref.dtype != compute:
+        q, q_scale = _into_range(q)
+    q = [part.astype(compute) for part in q]
     step = functools.partial(
         _attend_block,
         q,
+        q_scale,
         k_ref,
         v_ref,
         scales,
@@ -97,7 +102,7 @@ def attend(
     carry = (
         jnp.full((size,), -jnp.inf, jnp.float32),
         jnp.zeros((size,), jnp.float32),
-        tuple(jnp.zeros((size, cols.size), jnp.float32) for cols, _ in _columns(shape.value_width)),
+        tuple(jnp.zeros((size, cols.size), jnp.float32) for cols, _ in _columns(shape.value_width, v_ref.dtype)),
     )
     first, last = blocks
     if uniform_until is None:
@@ -107,10 +112,10 @@ def attend(
         carry = lax.fori_loop(first, middle, functools.partial(step, mixed=False), carry)
         carry = lax.fori_loop(middle, last, functools.partial(step, mixed=True), carry)
     factor = scales["v"][0] if scales["v"] is not None and scales["v"].ndim == 1 else None
-    _write(carry, factor, out_ref, lse_ref, program=program, shape=shape)
+    _write(carry, factor, out_ref, lse_ref, program=program, shape=shape, stored=v_ref.dtype)
 
 
-def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape) -> None:
+def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape, stored: Any) -> None:
     """Divides by the softmax sum, multiplies by the scale of all values, and stores the rows that exist."""
     group, head, split, rows = program
     is_row = rows < shape.rows
@@ -119,7 +124,7 @@ def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Prog
     lowering.store(
         lse_ref.at[split, group, head, rows], jnp.where(l == 0, -jnp.inf, (m + jnp.log2(safe_l)) * LN2), mask=is_row
     )
-    for (cols, inside), part in zip(_columns(shape.value_width), acc, strict=True):
+    for (cols, inside), part in zip(_columns(shape.value_width, stored), acc, strict=True):
         # Selected, not divided: a padding row next to rows that attend a NaN must still be 0.
         out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None])
         out = (out if factor is None else out * factor).astype(out_ref.dtype)
@@ -128,24 +133,55 @@ def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Prog
         )
 
 
-def _columns(width: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Column ids of each piece and whether they lie inside the width."""
-    ids = [start + jnp.arange(size, dtype=jnp.int32) for start, size in pieces(width)]
+def product_dtype(q_dtype: Any, cache_dtype: Any) -> Any:
+    """What keys, values and probabilities are multiplied in.
+
+    Pairs of e4m3 become float16, which holds them exactly and takes one instruction for two; bfloat16 would take six.
+    """
+    if cache_dtype == jnp.int16:
+        return jnp.float32 if q_dtype == jnp.float32 else jnp.float16
+    return q_dtype if cache_dtype.itemsize < 2 else jnp.promote_types(q_dtype, cache_dtype)
+
+
+def _into_range(q: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Rows of bfloat16 queries over a power of two that float16 can hold, and that power, f32[rows, 1].
+
+    What is lost is below 2^-24 of the largest number of a row.
+    """
+    parts = [part.astype(jnp.float32) for part in q]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(part), axis=1) for part in parts])
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    power = jnp.where((largest > 0) & (power > 0) & (power < jnp.inf), power, 1.0)[:, None]
+    return [part / power for part in parts], power
+
+
+def _columns(width: int, stored: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """Column ids of each piece, and whether they lie inside the width. Stored pairs: even and odd columns apart."""
+    if stored != jnp.int16:
+        ids = [start + jnp.arange(size, dtype=jnp.int32) for start, size in pieces(width)]
+    else:
+        halves = [start + jnp.arange(size, dtype=jnp.int32) for start, size in pieces(width // 2)]
+        ids = [2 * half + odd for half in halves for odd in (0, 1)]
     return [(cols, cols < width) for cols in ids]
 
 
-def _rows_of(ref: Any, keys: Keys, head: jax.Array, width: int, compute: Any) -> list[jax.Array]:
+def _rows_of(ref: Any, keys: Keys, head: jax.Array, compute: Any, interpret: bool) -> list[jax.Array]:
     """The [block, piece] parts of the keys or values of one block; 0 where the key is not present."""
     page = keys.page if keys.page.ndim == 0 else keys.page[:, None]
+    width = ref.shape[-1]  # of what is stored: half as many where it is pairs
     padded = sum(size for _, size in pieces(width)) > width
     parts = []
-    for cols, inside in _columns(width):
+    for start, size in pieces(width):
+        cols = start + jnp.arange(size, dtype=jnp.int32)
         mask = jnp.broadcast_to(keys.present[:, None], (keys.present.size, cols.size))
-        mask = mask & inside[None, :] if padded else mask
-        parts.append(
-            lowering.load(ref.at[page, head, keys.offset[:, None], cols[None, :]], mask=mask, other=0.0).astype(compute)
-        )
-    return parts
+        mask = mask & (cols < width)[None, :] if padded else mask
+        at = ref.at[page, head, keys.offset[:, None], cols[None, :]]
+        if ref.dtype == jnp.int16:
+            parts += lowering.widen_pairs(lowering.load(at, mask=mask, other=0), interpret=interpret)
+        else:
+            parts.append(lowering.load(at, mask=mask, other=0.0))
+    return [part.astype(compute) for part in parts]
 
 
 def _token_scale(ref: Any, keys: Keys, head: jax.Array) -> jax.Array:
@@ -157,6 +193,7 @@ def _token_scale(ref: Any, keys: Keys, head: jax.Array) -> jax.Array:
 
 def _attend_block(
     q: list[jax.Array],
+    q_scale: jax.Array | None,
     k_ref: Any,
     v_ref: Any,
     scales: dict[str, Any],
@@ -177,11 +214,12 @@ def _attend_block(
     """
     m, l, acc = carry
     keys = locate(index * launch.block_tokens)
-    k = _rows_of(k_ref, keys, program.head, shape.key_width, compute)
-    v = _rows_of(v_ref, keys, program.head, shape.value_width, compute)
+    k = _rows_of(k_ref, keys, program.head, compute, shape.interpret)
+    v = _rows_of(v_ref, keys, program.head, compute, shape.interpret)
     s = functools.reduce(jnp.add, [lowering.dot(q_part, k_part.T) for q_part, k_part in zip(q, k, strict=True)])
     # An if for each option keeps the common loop as short as it can be.
     factor = shape.scale if scales["k"] is None else shape.scale * _token_scale(scales["k"], keys, program.head)
+    factor = factor if q_scale is None else factor * q_scale
     if shape.soft_cap is None and scores_ref is None:
         s = s * (factor * LOG2E)
     else:
@@ -203,17 +241,18 @@ def _attend_block(
     decay = jnp.exp2(m - shift)
     p = jnp.exp2(s - shift[:, None])
     l = l * decay + jnp.sum(p, axis=1)
+    largest = None
     if scales["v"] is not None and scales["v"].ndim > 1:
         v_scale = _token_scale(scales["v"], keys, program.head)
-        if compute == jnp.float16:  # its range would not hold p times a large scale
-            v = [(part.astype(jnp.float32) * v_scale[:, None]).astype(compute) for part in v]
-        else:
-            p = jnp.where(keys.visible, p * v_scale, 0.0) if mixed else p * v_scale
-    acc = tuple(
-        part * decay[:, None] + _weighted_sum(p, value, keys, compute, mixed)
-        for part, value in zip(acc, v, strict=True)
-    )
-    return m_new, l, acc
+        if compute == jnp.float16:  # its range may not hold p times a scale: the largest of the block is applied later
+            size = jnp.abs(v_scale)
+            largest = jnp.max(jnp.where(size < jnp.inf, size, 0.0))
+            largest = jnp.where(largest > 0, largest, 1.0)
+            v_scale = v_scale / largest
+        p = jnp.where(keys.visible, p * v_scale, 0.0) if mixed else p * v_scale
+    sums = [_weighted_sum(p, value, keys, compute, mixed) for value in v]
+    sums = sums if largest is None else [part * largest for part in sums]
+    return m_new, l, tuple(part * decay[:, None] + new for part, new in zip(acc, sums, strict=True))
 
 
 def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: bool) -> jax.Array:

@@ -17,6 +17,7 @@ from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import (
     Shape,
+    as_pairs,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -31,8 +32,8 @@ from pallas_kernels.positions import of_head, row_positions, true_positions, vis
 def page_sparse_decode_kernel(
     # inputs
     q_ref,  # [groups, Hkv, rows, D]
-    k_ref,  # [N, Hkv, P, D]
-    v_ref,  # [N, Hkv, P, Dv]
+    k_ref,  # [N, Hkv, P, D], or i16[N, Hkv, P, D / 2] pairs of e4m3
+    v_ref,  # [N, Hkv, P, Dv], or i16[N, Hkv, P, Dv / 2]
     table_ref,  # i32[B, Hkv or 1, W]
     lengths_ref,  # i32[B, Hkv or 1]
     page_indices_ref,  # i32[groups, Hkv, C]
@@ -115,16 +116,16 @@ def page_sparse_decode(
     f32[B, T, Hq, C * P] (-inf where the key is absent) if `return_scores`.
     """
     repeat = page_indices.shape[1]
-    shape = decode_shape(q, k_pages, v_pages, per_token=repeat > 1, scale=scale, soft_cap=soft_cap)
+    shape = decode_shape(q, k_pages, v_pages, per_token=repeat > 1, scale=scale, soft_cap=soft_cap, interpret=interpret)
     listed = page_indices.shape[-1] * shape.page_size
-    launch = shape.launch(config, listed, k_pages.dtype)
+    launch = shape.launch(config, listed, k_pages.dtype, by_page=True)
     lists = page_indices.reshape(shape.groups, shape.kv_heads, -1)
     out, lse, scores = launch_splits(
         functools.partial(page_sparse_decode_kernel, repeat=repeat, window=window, shape=shape, launch=launch),
         (
             to_tiles(q, shape),
-            k_pages,
-            v_pages,
+            as_pairs(k_pages),
+            as_pairs(v_pages),
             page_table,
             lengths,
             lists,

@@ -18,6 +18,7 @@ from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import (
     Program,
     Shape,
+    as_pairs,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -32,8 +33,8 @@ from pallas_kernels.positions import of_head, row_positions, true_positions, vis
 def paged_decode_kernel(
     # inputs
     q_ref,  # [B, Hkv, T * G, D]
-    k_ref,  # [N, Hkv, P, D]
-    v_ref,  # [N, Hkv, P, Dv]
+    k_ref,  # [N, Hkv, P, D], or i16[N, Hkv, P, D / 2] pairs of e4m3
+    v_ref,  # [N, Hkv, P, Dv], or i16[N, Hkv, P, Dv / 2]
     table_ref,  # i32[B, Hkv or 1, W]
     lengths_ref,  # i32[B, Hkv or 1]
     q_positions_ref,  # None or i32[B, T]
@@ -130,14 +131,14 @@ def paged_decode(
     Hkv, P].
     Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B, T, Hq] and no scores.
     """
-    shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap)
-    launch = shape.launch(config, page_table.shape[-1] * shape.page_size, k_pages.dtype)
+    shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    launch = shape.launch(config, page_table.shape[-1] * shape.page_size, k_pages.dtype, by_page=True)
     out, lse, _ = launch_splits(
         functools.partial(paged_decode_kernel, window=window, shape=shape, launch=launch),
         (
             to_tiles(q, shape),
-            k_pages,
-            v_pages,
+            as_pairs(k_pages),
+            as_pairs(v_pages),
             page_table,
             lengths,
             q_positions,

@@ -17,6 +17,7 @@ from pallas_kernels import lowering
 from pallas_kernels.config import INT32_MAX, Config, Launch
 from pallas_kernels.decode_call import (
     Shape,
+    as_pairs,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -30,8 +31,8 @@ from pallas_kernels.online_softmax import Keys, attend
 def token_sparse_decode_kernel(
     # inputs
     q_ref,  # [groups, Hkv, rows, D]
-    k_ref,  # [N, Hkv, P, D]
-    v_ref,  # [N, Hkv, P, Dv]
+    k_ref,  # [N, Hkv, P, D], or i16[N, Hkv, P, D / 2] pairs of e4m3
+    v_ref,  # [N, Hkv, P, Dv], or i16[N, Hkv, P, Dv / 2]
     slots_ref,  # i32[groups, Hkv, C]
     scales,  # {"k", "v"}: None, f32[1] or f32[N, Hkv, P]
     # outputs
@@ -86,14 +87,16 @@ def token_sparse_decode(
     rows) or T; k_scale, v_scale None, f32[1] or f32[N, Hkv, P]. Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B,
     T, Hq] and, if `return_scores`, scores f32[B, T, Hq, C] (-inf where absent).
     """
-    shape = decode_shape(q, k_pages, v_pages, per_token=slots.shape[1] > 1, scale=scale, soft_cap=soft_cap)
-    launch = shape.launch(config, slots.shape[-1], k_pages.dtype)
+    shape = decode_shape(
+        q, k_pages, v_pages, per_token=slots.shape[1] > 1, scale=scale, soft_cap=soft_cap, interpret=interpret
+    )
+    launch = shape.launch(config, slots.shape[-1], k_pages.dtype, by_page=False)
     out, lse, scores = launch_splits(
         functools.partial(token_sparse_decode_kernel, shape=shape, launch=launch),
         (
             to_tiles(q, shape),
-            k_pages,
-            v_pages,
+            as_pairs(k_pages),
+            as_pairs(v_pages),
             slots.reshape(shape.groups, shape.kv_heads, -1),
             {"k": k_scale, "v": v_scale},
         ),

@@ -1,14 +1,15 @@
 """Exact top-k of rows of scores, as a tournament of chunks that fit in registers.
 
 One program finds the k largest of one chunk and writes them in the order of their ids; the survivors of a row's chunks
-are chunks of the next round, until one is left. A chunk keeps every score from a threshold up:
+are chunks of the next round, until one is left. Scores are compared as keys: their bits as integers of the same order.
+A chunk keeps every key from a threshold up:
 
-    count(x >= lo) = n_lo >= k > n_hi = count(x >= hi)
+    count(key >= lo) = n_lo >= k > n_hi = count(key >= hi)
 
-lo and hi close in on the k-th largest score: first by interpolating the counts, then by halving the distance in ordered
-keys (the bits of a score as an integer of the same order) while snapping to scores that occur, so that many equal scores end the search at once. It ends when n_lo survivors
-fit the places of the next round, or when only one value lies in [lo, hi); of that value the lowest ids are kept.
-A round but the last may keep more than k, which spares it most of the search.
+lo and hi close in on the k-th largest key: first by interpolating the counts, then by halving the distance while
+snapping to keys that occur, so that many equal scores end the search at once. It ends when n_lo survivors fit the
+places of the next round, or when only one value lies in [lo, hi); of that value the lowest ids are kept. A round but
+the last may keep more than k, which spares it most of the search.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import next_power_of_two
+from pallas_kernels.config import INT32_MAX, next_power_of_two
 
 LARGEST_K = 8192
+LANES = 32
 MASKED, INFINITE = -2139095041, 2139095040  # the keys of -inf and inf
 INTERPOLATIONS = 8  # before the search turns to halving: bell-shaped scores need 2 to 8, heavy tails never gain by more
 
@@ -43,7 +45,7 @@ class Round(NamedTuple):
         return -(-self.size // self.chunk)
 
 
-def rounds(size: int, k: int, *, chunk: int = 16384, per_thread: int = 32) -> list[Round]:
+def rounds(size: int, k: int, *, chunk: int = 16384, per_thread: int = 32, slack: int = 2) -> list[Round]:
     """The rounds for rows of `size` scores; pure, from shapes alone.
 
     chunk: scores of a program, at least; more where k asks for it. per_thread: scores in the registers of one thread.
@@ -51,14 +53,13 @@ def rounds(size: int, k: int, *, chunk: int = 16384, per_thread: int = 32) -> li
     plan = []
     while True:
         most = max(chunk, min(4 * next_power_of_two(k), 32 * 1024))
-        cut = min(most, max(32, next_power_of_two(size)))
-        warps = max(1, min(32, cut // (32 * per_thread)))
+        cut = min(most, max(LANES, next_power_of_two(size)))
+        warps = max(1, min(32, cut // (LANES * per_thread)))
         chunks = -(-size // cut)
         if chunks == 1:
             return [*plan, Round(size, cut, min(k, size), warps)]
-        # Survivors beyond k cost the next round little as long as they fill the same power of two.
-        room = next_power_of_two(chunks * k) // chunks
-        kept = min(cut // 2, max(k, min(2 * k, room)))
+        # Room for more than k ends most searches after two or three steps, which is worth a larger next round.
+        kept = min(cut // 2, slack * k)
         plan.append(Round(size, cut, kept, warps))
         size = chunks * kept
 
@@ -89,7 +90,7 @@ def top_k_kernel(
     row, part = lax.div(pl.program_id(0), jnp.int32(chunks)), lax.rem(pl.program_id(0), jnp.int32(chunks))
     size = jnp.int32(this.size)
     length = size if lengths_ref is None else jnp.clip(lengths_ref[row], 0, size)
-    place = part * this.chunk + _flat(this.chunk, this.warps)
+    place = part * this.chunk + _flat(this.chunk)
     inside = place < length
     at = scores_ref.at[row, jnp.where(inside, place, 0)]
     if scores_ref.dtype == jnp.int32:
@@ -102,7 +103,8 @@ def top_k_kernel(
     found = _search(keys, valid, wanted, this.kept if chunks > 1 else wanted)
     at_least, above = keys >= found.lo, keys >= found.hi
     equals = jnp.where(found.n_lo <= this.kept, found.n_lo, wanted) - found.n_hi  # how many from [lo, hi) are kept
-    target, chosen = _places(above, at_least & ~above, equals)
+    chosen = above | (at_least & (place <= _last_equal(at_least & ~above, place, equals, found.n_lo - found.n_hi)))
+    target = _rank(chosen)
 
     # The interpreter writes masked elements back, so they need a place that nobody writes: one past the end.
     end = chunks * this.kept
@@ -120,21 +122,17 @@ def top_k_kernel(
         lowering.store(keys_out_ref.at[row, rest], jnp.full(rest.shape, MASKED, jnp.int32), mask=empty)
 
 
-def _flat(size: int, warps: int) -> jax.Array:
-    """i32[per thread, threads] = 0 .. size - 1 in row-major order.
+def _flat(size: int) -> jax.Array:
+    """i32[lines, 32] = 0 .. size - 1 in row-major order: a line is a warp wide, so scans along it stay inside a warp.
 
-    The first axis lies inside a thread, so that sums over it move no data; the hint keeps each load one element wide,
-    or the loaded layout would have to be exchanged for this one.
+    The hint keeps each load one element wide, or the loaded layout would have to be exchanged for this one.
     """
-    threads = min(size, 32 * warps)
-    places = (
-        jnp.arange(size // threads, dtype=jnp.int32)[:, None] * threads + jnp.arange(threads, dtype=jnp.int32)[None, :]
-    )
+    places = jnp.arange(size // LANES, dtype=jnp.int32)[:, None] * LANES + jnp.arange(LANES, dtype=jnp.int32)[None, :]
     return lowering.one_element_wide(places)
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """i32[]: float sums inside a thread, because they run at twice the rate of integer ones."""
+    """i32[]: float sums inside a warp's lane, because they run at twice the rate of integer ones."""
     return jnp.sum(jnp.sum(jnp.where(mask, 1.0, 0.0), axis=0).astype(jnp.int32), dtype=jnp.int32)
 
 
@@ -181,7 +179,7 @@ def _search(keys: jax.Array, valid: jax.Array, wanted: jax.Array, enough: Any) -
             jnp.where(up, miss, jnp.where(last < 0, above * 0.5, above)),
             jnp.where(up, jnp.where(last > 0, below * 0.5, below), miss),
         )
-        return _moved(bracket, up, pivot, pivot, count), above, below, jnp.where(up, 1, -1), steps + 1
+        return _moved(bracket, up, pivot, pivot, count), above, below, 2 * up.astype(jnp.int32) - 1, steps + 1
 
     def halve(bracket: Bracket) -> Bracket:
         reached = keys >= _middle(bracket)
@@ -224,17 +222,34 @@ def _moved(bracket: Bracket, up: jax.Array, lo: jax.Array, hi: jax.Array, count:
     )
 
 
-def _places(above: jax.Array, equal: jax.Array, equals: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each survivor goes, in the order of the flattened mask, and who survives: all above, the first equals.
+def _last_equal(equal: jax.Array, place: jax.Array, wanted: jax.Array, found: jax.Array) -> jax.Array:
+    """i32[]: the place up to which `equal` has `wanted` members; the largest int32 where all `found` are wanted."""
 
-    Both are counted by one scan, in the halves of an int32: a chunk has at most 2^15 scores.
+    def halve(ends: Any) -> Any:
+        first, last = ends
+        middle = (first + last) >> 1
+        enough = _count(equal & (place <= middle)) >= wanted
+        return jnp.where(enough, first, middle + 1), jnp.where(enough, middle, last)
+
+    end = jnp.max(jnp.max(place, axis=0))
+    start = jnp.where(found > wanted, end - (place.size - 1), INT32_MAX)
+    return lax.while_loop(lambda ends: ends[0] < ends[1], halve, (start, jnp.where(found > wanted, end, INT32_MAX)))[0]
+
+
+def _rank(mask: jax.Array) -> jax.Array:
+    """i32[lines, 32]: how many members of the mask stand before each place, in row-major order.
+
+    Four lines share a scan, each in six bits of an int32, because a scan is a chain of five shuffles.
     """
-    flags = above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
-    lines = jnp.sum(flags, axis=1, dtype=jnp.int32)
-    upto = jnp.cumsum(flags, axis=1, dtype=jnp.int32) + (jnp.cumsum(lines, dtype=jnp.int32) - lines)[:, None]
-    above_rank, equal_rank = upto & 0xFFFF, lax.shift_right_logical(upto, jnp.full_like(upto, 16))
-    chosen = above | (equal & (equal_rank <= equals))
-    return above_rank + jnp.minimum(equal_rank, equals) - 1, chosen
+    lines = mask.shape[0]
+    fields = 4 if lines % 4 == 0 else 1
+    bits = 6 * jnp.arange(fields, dtype=jnp.int32)[:, None, None]
+    flags = jnp.sum(mask.astype(jnp.int32).reshape(fields, lines // fields, LANES) << bits, axis=0, dtype=jnp.int32)
+    upto = (jnp.cumsum(flags, axis=1, dtype=jnp.int32)[None] >> bits) & 63
+    totals = jnp.sum(flags, axis=1, dtype=jnp.int32)
+    totals = ((totals[None, :] >> bits[:, :, 0]) & 63).reshape(lines)
+    before = (jnp.cumsum(totals, dtype=jnp.int32) - totals).reshape(fields, lines // fields)
+    return (upto + before[:, :, None]).reshape(lines, LANES) - 1
 
 
 def top_k(
@@ -244,8 +259,7 @@ def top_k(
     *,
     order: str,
     interpret: bool,
-    chunk: int = 16384,
-    per_thread: int = 32,
+    **settings: int,
 ) -> jax.Array:
     """Ids of the k largest scores of each row.
 
@@ -254,7 +268,7 @@ def top_k(
     """
     count, width = scores.shape[0], min(k, scores.shape[1])
     ids = None
-    plan = rounds(scores.shape[1], width, chunk=chunk, per_thread=per_thread)
+    plan = rounds(scores.shape[1], width, **settings)
     for this in plan:
         out = (count, this.chunks * this.kept)
         operands = (scores, ids, lengths)

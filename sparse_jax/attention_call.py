@@ -206,10 +206,12 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
     """Why the kernels cannot read these pools, if so."""
     for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
         # The lowering takes 64-bit offsets only above 2^32 bytes; between, a 32-bit offset of one-byte elements wraps.
-        if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
+        # Of an even width the kernels read two-byte pairs.
+        if pool.dtype.itemsize == 1 and pool.shape[-1] % 2 and 2**31 < pool.size <= 2**32:
             return (
-                f"{name} has {pool.size} one-byte elements; the kernel cannot address between 2^31 and 2^32 of them. "
-                'Make the pool smaller than 2^31 or larger than 2^32 elements, or use implementation="xla".'
+                f"{name} has {pool.size} one-byte elements in rows of {pool.shape[-1]}; of an odd width the kernel "
+                "cannot address between 2^31 and 2^32 of them. Make the width even, the pool smaller than 2^31 or "
+                'larger than 2^32 elements, or use implementation="xla".'
             )
     return None
 
@@ -233,15 +235,15 @@ def _compute(
     # Everything that is differentiated is an argument, none is captured.
     def meaning(args: Any, extras: Any) -> AttentionOutput:
         out, lse, scores = operation.meaning(*args, **common)
-        return _finish(out[None], lse[None], scores, extras, options)
+        return _finish(out, lse, scores, extras, options)
 
     def kernel(args: Any, extras: Any, *, interpret: bool) -> AttentionOutput:
-        # With nothing left to do after the merge, a single split writes the final dtype itself.
+        # With nothing left to do afterwards, the kernel writes the final dtype itself.
         out_dtype = options.out_dtype if plain else jnp.float32
-        outs, lses, scores = operation.kernel(
+        out, lse, scores = operation.kernel(
             *args, **common, **asked, out_dtype=out_dtype, config=config, interpret=interpret
         )
-        return _finish(outs, lses, scores, extras, options)
+        return _finish(out, lse, scores, extras, options)
 
     return dispatch.run(
         options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
@@ -263,15 +265,16 @@ def _config(operation: Operation, options: Options, operands: tuple[Any, ...]) -
 
 
 def _finish(
-    outs: jax.Array,
-    lses: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
     scores: jax.Array | None,
     extras: tuple[jax.Array | None, jax.Array | None],
     options: Options,
 ) -> AttentionOutput:
-    """Merges the parts (leading axis), adds the sinks, casts, and turns scores into probabilities."""
+    """Adds the sinks, casts, and turns scores into probabilities."""
     sinks, out_scale = extras
-    out, lse = (outs[0], lses[0]) if outs.shape[0] == 1 and sinks is None else merge_attention(outs, lses, sinks)
+    if sinks is not None:
+        out, lse = merge_attention(out[None], lse[None], sinks)
     weights = None
     if options.return_weights:
         assert scores is not None

@@ -63,8 +63,9 @@ def own_launch(shape: CallShape) -> tuple[Launch, int]:
     q = array(shape.q_dtype, shape.batch, shape.rows, shape.q_heads, shape.key_width)
     k = array(shape.cache_dtype, 1, shape.kv_heads, shape.page_size, shape.key_width)
     v = array(shape.cache_dtype, 1, shape.kv_heads, shape.page_size, shape.value_width)
-    call = decode_shape(q, k, v, per_token=shape.lists_per_row, scale=1.0, soft_cap=None)
-    return call.launch(None, shape.tokens, k.dtype), call.rows
+    call = decode_shape(q, k, v, per_token=shape.lists_per_row, scale=1.0, soft_cap=None, interpret=False)
+    by_page = shape.operation != "token_sparse_attention"
+    return call.launch(None, shape.tokens, k.dtype, by_page=by_page), call.rows
 
 
 def candidates(shape: CallShape, quick: bool = False) -> tuple[Config, ...]:
@@ -74,7 +75,7 @@ def candidates(shape: CallShape, quick: bool = False) -> tuple[Config, ...]:
     with every number of splits.
     """
     own, query_rows = own_launch(shape)
-    row_bytes = (shape.key_width + shape.value_width) * max(jnp.dtype(shape.cache_dtype).itemsize, 2)
+    row_bytes = (shape.key_width + shape.value_width) * jnp.dtype(shape.cache_dtype).itemsize
     own_tile = (own.block_tokens, own.num_warps, own.num_stages)
     tiles = [own_tile]
     for kilobytes, warps, stages in TILES:

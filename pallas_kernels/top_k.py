@@ -28,7 +28,7 @@ from pallas_kernels.config import INT32_MAX, next_power_of_two
 LARGEST_K = 8192
 LANES = 32
 MASKED, INFINITE = -2139095041, 2139095040  # the keys of -inf and inf
-INTERPOLATIONS = 8  # before the search turns to halving: bell-shaped scores need 2 to 8, heavy tails never gain by more
+INTERPOLATIONS = 10  # before the search turns to halving: most scores need 2 to 8, heavy tails gain by no more
 
 
 class Round(NamedTuple):
@@ -45,20 +45,25 @@ class Round(NamedTuple):
         return -(-self.size // self.chunk)
 
 
-def rounds(size: int, k: int, *, chunk: int = 16384, per_thread: int = 32, slack: int = 2) -> list[Round]:
-    """The rounds for rows of `size` scores; pure, from shapes alone.
+def rounds(size: int, k: int, *, rows: int, chunk: int | None = None, per_thread: int | None = None) -> list[Round]:
+    """The rounds for `rows` rows of `size` scores; pure, from shapes alone.
 
     chunk: scores of a program, at least; more where k asks for it. per_thread: scores in the registers of one thread.
     """
+    # Room for more than k ends most searches after two or three steps, which is worth a larger next round, but not
+    # where all programs run at once and each round costs its latency (H200: 1 x 131,072 in 25 us against 29).
+    small = chunk is None and size <= 2**17 and rows * size <= 8192 * lowering.MULTIPROCESSORS
+    slack = 1 if small else 2
+    if chunk is None:
+        chunk = 8192 if small else 32768 if size > 2**16 and rows * size >= 2**22 else 16384
     plan = []
     while True:
         most = max(chunk, min(4 * next_power_of_two(k), 32 * 1024))
         cut = min(most, max(LANES, next_power_of_two(size)))
-        warps = max(1, min(32, cut // (LANES * per_thread)))
+        warps = max(1, min(32, cut // (LANES * (per_thread or (16 if cut <= 2048 else 32)))))
         chunks = -(-size // cut)
         if chunks == 1:
             return [*plan, Round(size, cut, min(k, size), warps)]
-        # Room for more than k ends most searches after two or three steps, which is worth a larger next round.
         kept = min(cut // 2, slack * k)
         plan.append(Round(size, cut, kept, warps))
         size = chunks * kept
@@ -88,30 +93,20 @@ def top_k_kernel(
     """One program: the survivors of one chunk of one row, in the order of their ids, then -1."""
     chunks = this.chunks
     row, part = lax.div(pl.program_id(0), jnp.int32(chunks)), lax.rem(pl.program_id(0), jnp.int32(chunks))
-    size = jnp.int32(this.size)
-    length = size if lengths_ref is None else jnp.clip(lengths_ref[row], 0, size)
-    place = part * this.chunk + _flat(this.chunk)
-    inside = place < length
-    at = scores_ref.at[row, jnp.where(inside, place, 0)]
-    if scores_ref.dtype == jnp.int32:
-        keys = lowering.load(at, mask=inside, other=MASKED)
-    else:
-        keys = to_keys(lowering.load(at, mask=inside, other=-jnp.inf).astype(jnp.float32))
+    place = part * this.chunk + _flat(this.chunk, this.warps)
+    keys = _keys(scores_ref, lengths_ref, row, place, this)
 
     valid = _count(keys > MASKED)
     wanted = jnp.minimum(valid, k)
     found = _search(keys, valid, wanted, this.kept if chunks > 1 else wanted)
-    at_least, above = keys >= found.lo, keys >= found.hi
     equals = jnp.where(found.n_lo <= this.kept, found.n_lo, wanted) - found.n_hi  # how many from [lo, hi) are kept
-    chosen = above | (at_least & (place <= _last_equal(at_least & ~above, place, equals, found.n_lo - found.n_hi)))
-    target = _rank(chosen)
+    last = _last_equal(keys, place, part * this.chunk, found, equals)
+    chosen = keys >= jnp.where(place <= last, found.lo, found.hi)
 
     # The interpreter writes masked elements back, so they need a place that nobody writes: one past the end.
     end = chunks * this.kept
-    target = jnp.where(chosen, part * this.kept + target, end)
-    ids = place
-    if ids_ref is not None:
-        ids = lowering.load(ids_ref.at[row, jnp.where(chosen, place, 0)], mask=chosen, other=-1)
+    target = jnp.where(chosen, _rank(chosen, part * this.kept), end)
+    ids = place if ids_ref is None else lowering.load(ids_ref.at[row, place], mask=chosen, other=-1)
     lowering.store(ids_out_ref.at[row, target], ids, mask=chosen)
     rest = jnp.arange(next_power_of_two(this.kept), dtype=jnp.int32)
     empty = (rest >= found.n_hi + equals) & (rest < this.kept)
@@ -122,17 +117,32 @@ def top_k_kernel(
         lowering.store(keys_out_ref.at[row, rest], jnp.full(rest.shape, MASKED, jnp.int32), mask=empty)
 
 
-def _flat(size: int) -> jax.Array:
-    """i32[lines, 32] = 0 .. size - 1 in row-major order: a line is a warp wide, so scans along it stay inside a warp.
+def _keys(scores_ref: Any, lengths_ref: Any, row: jax.Array, place: jax.Array, this: Round) -> jax.Array:
+    """i32, like place: the keys of a chunk, MASKED from the end of its row on."""
+    mask = None
+    if lengths_ref is not None:
+        mask = place < jnp.clip(lengths_ref[row], 0, this.size)
+    elif this.size % this.chunk:
+        mask = place < this.size
+    is_keys = scores_ref.dtype == jnp.int32
+    other = None if mask is None else MASKED if is_keys else -jnp.inf
+    loaded = lowering.load(scores_ref.at[row, place], mask=mask, other=other)
+    return loaded if is_keys else to_keys(loaded.astype(jnp.float32))
 
-    The hint keeps each load one element wide, or the loaded layout would have to be exchanged for this one.
+
+def _flat(size: int, warps: int) -> jax.Array:
+    """i32[per thread, threads] = 0 .. size - 1 in row-major order.
+
+    The first axis lies inside a thread, so that sums over it move no data; the hint keeps each load one element wide,
+    or the loaded layout would have to be exchanged for this one.
     """
-    places = jnp.arange(size // LANES, dtype=jnp.int32)[:, None] * LANES + jnp.arange(LANES, dtype=jnp.int32)[None, :]
-    return lowering.one_element_wide(places)
+    threads = min(size, LANES * warps)
+    each = jnp.arange(size // threads, dtype=jnp.int32)[:, None]
+    return lowering.one_element_wide(each * threads + jnp.arange(threads, dtype=jnp.int32)[None, :])
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """i32[]: float sums inside a warp's lane, because they run at twice the rate of integer ones."""
+    """i32[]: float sums inside a thread, because they run at twice the rate of integer ones."""
     return jnp.sum(jnp.sum(jnp.where(mask, 1.0, 0.0), axis=0).astype(jnp.int32), dtype=jnp.int32)
 
 
@@ -160,9 +170,9 @@ def _search(keys: jax.Array, valid: jax.Array, wanted: jax.Array, enough: Any) -
     def open_(bracket: Bracket) -> jax.Array:
         return (bracket.n_lo > enough) & (bracket.lo + 1 < bracket.hi)
 
-    # Interpolation in the logit of the counts, in which bell-shaped scores are nearly a line; a side that stays put
-    # loses half of its weight each time (the Illinois rule), or the other would only creep towards it.
-    aim = _logit(0.5 * (wanted + jnp.maximum(wanted, jnp.minimum(enough, valid))).astype(jnp.float32), valid)
+    # Interpolation in the square roots of the counts, a line through the upper tail of most scores; a side that stays
+    # put loses half of its weight each time (the Illinois rule), or the other would only creep towards it.
+    aim = jnp.sqrt(0.5 * (wanted + jnp.maximum(wanted, jnp.minimum(enough, valid))).astype(jnp.float32))
 
     def interpolate(state: Any) -> Any:
         bracket, above, below, last, steps = state
@@ -174,7 +184,7 @@ def _search(keys: jax.Array, valid: jax.Array, wanted: jax.Array, enough: Any) -
         pivot = jnp.minimum(jnp.maximum(pivot, bracket.lo + 1), bracket.hi - 1)
         count = _count(keys >= pivot)
         up = count >= wanted
-        miss = _logit(count.astype(jnp.float32), valid) - aim
+        miss = jnp.sqrt(count.astype(jnp.float32)) - aim
         above, below = (
             jnp.where(up, miss, jnp.where(last < 0, above * 0.5, above)),
             jnp.where(up, jnp.where(last > 0, below * 0.5, below), miss),
@@ -186,7 +196,7 @@ def _search(keys: jax.Array, valid: jax.Array, wanted: jax.Array, enough: Any) -
         count = _count(reached)
         return _moved(bracket, count >= wanted, _lowest(keys, reached), _highest(keys, ~reached) + 1, count)
 
-    ends = _logit(valid.astype(jnp.float32), valid) - aim, _logit(jnp.float32(0), valid) - aim
+    ends = jnp.sqrt(valid.astype(jnp.float32)) - aim, -aim
     state = lax.while_loop(
         lambda state: open_(state[0]) & (state[4] < INTERPOLATIONS),
         interpolate,
@@ -201,10 +211,6 @@ def _lowest(keys: jax.Array, mask: jax.Array) -> jax.Array:
 
 def _highest(keys: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.max(jnp.max(jnp.where(mask, keys, MASKED), axis=0))
-
-
-def _logit(count: jax.Array, valid: jax.Array) -> jax.Array:
-    return jnp.log((count + 0.5) / (valid.astype(jnp.float32) - count + 0.5))
 
 
 def _middle(bracket: Bracket) -> jax.Array:
@@ -222,34 +228,36 @@ def _moved(bracket: Bracket, up: jax.Array, lo: jax.Array, hi: jax.Array, count:
     )
 
 
-def _last_equal(equal: jax.Array, place: jax.Array, wanted: jax.Array, found: jax.Array) -> jax.Array:
-    """i32[]: the place up to which `equal` has `wanted` members; the largest int32 where all `found` are wanted."""
+def _last_equal(keys: jax.Array, place: jax.Array, first: jax.Array, found: Bracket, wanted: jax.Array) -> jax.Array:
+    """i32[]: the place up to which [lo, hi) has `wanted` keys; the largest int32 where all are wanted."""
 
     def halve(ends: Any) -> Any:
-        first, last = ends
-        middle = (first + last) >> 1
-        enough = _count(equal & (place <= middle)) >= wanted
-        return jnp.where(enough, first, middle + 1), jnp.where(enough, middle, last)
+        low, high = ends
+        middle = (low + high) >> 1
+        enough = _count((keys >= found.lo) & (keys < found.hi) & (place <= middle)) >= wanted
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    end = jnp.max(jnp.max(place, axis=0))
-    start = jnp.where(found > wanted, end - (place.size - 1), INT32_MAX)
-    return lax.while_loop(lambda ends: ends[0] < ends[1], halve, (start, jnp.where(found > wanted, end, INT32_MAX)))[0]
+    cut = found.n_lo - found.n_hi > wanted
+    ends = jnp.where(cut, first, INT32_MAX), jnp.where(cut, first + (place.size - 1), INT32_MAX)
+    return lax.while_loop(lambda ends: ends[0] < ends[1], halve, ends)[0]
 
 
-def _rank(mask: jax.Array) -> jax.Array:
-    """i32[lines, 32]: how many members of the mask stand before each place, in row-major order.
+def _rank(mask: jax.Array, first: jax.Array) -> jax.Array:
+    """i32, like the mask: `first` for its first member in row-major order, and so on.
 
-    Four lines share a scan, each in six bits of an int32, because a scan is a chain of five shuffles.
+    Lines of a warp's width are scanned, which needs no shared memory, and four of them at once, each in six bits of an
+    int32, because a scan is a chain of five shuffles.
     """
-    lines = mask.shape[0]
+    lines = mask.size // LANES
     fields = 4 if lines % 4 == 0 else 1
     bits = 6 * jnp.arange(fields, dtype=jnp.int32)[:, None, None]
-    flags = jnp.sum(mask.astype(jnp.int32).reshape(fields, lines // fields, LANES) << bits, axis=0, dtype=jnp.int32)
+    flags = mask.astype(jnp.int32).reshape(fields, lines // fields, LANES)
+    flags = jnp.sum(flags << bits, axis=0, dtype=jnp.int32)
     upto = (jnp.cumsum(flags, axis=1, dtype=jnp.int32)[None] >> bits) & 63
     totals = jnp.sum(flags, axis=1, dtype=jnp.int32)
     totals = ((totals[None, :] >> bits[:, :, 0]) & 63).reshape(lines)
-    before = (jnp.cumsum(totals, dtype=jnp.int32) - totals).reshape(fields, lines // fields)
-    return (upto + before[:, :, None]).reshape(lines, LANES) - 1
+    before = (jnp.cumsum(totals, dtype=jnp.int32) - totals + (first - 1)).reshape(fields, lines // fields)
+    return (upto + before[:, :, None]).reshape(mask.shape)
 
 
 def top_k(
@@ -259,7 +267,8 @@ def top_k(
     *,
     order: str,
     interpret: bool,
-    **settings: int,
+    chunk: int | None = None,
+    per_thread: int | None = None,
 ) -> jax.Array:
     """Ids of the k largest scores of each row.
 
@@ -268,7 +277,7 @@ def top_k(
     """
     count, width = scores.shape[0], min(k, scores.shape[1])
     ids = None
-    plan = rounds(scores.shape[1], width, **settings)
+    plan = rounds(scores.shape[1], width, rows=count, chunk=chunk, per_thread=per_thread)
     for this in plan:
         out = (count, this.chunks * this.kept)
         operands = (scores, ids, lengths)

@@ -89,7 +89,7 @@ def resolve(
     most_rows = max(16, min(64, 8192 // next_power_of_two(value_width)))
     block_rows = config.block_rows or min(most_rows, max(16, next_power_of_two(rows)))
     programs = groups * -(-rows // block_rows)
-    crowded = programs >= WAVE and not scattered and jnp.dtype(dtype).itemsize > 1
+    crowded = programs >= WAVE and not scattered and jnp.dtype(dtype).itemsize > 1 and not config.exact
     row_bytes = (key_width + value_width) * jnp.dtype(dtype).itemsize
     block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(32 * 1024 // row_bytes + 1) // 2))
     # Two stages leave room for a third program on a multiprocessor, which only many programs can use, and only where

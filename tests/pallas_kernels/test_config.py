@@ -19,7 +19,7 @@ def test_launch_fits_the_hardware(dtype, widths):
     for groups, tokens, rows in itertools.product((1, 8, 64, 512, 65537), (16, 2048, 131072), (1, 4, 48, 2048)):
         shapes = {"groups": groups, "rows": rows, "tokens": tokens, "key_width": key_width, "value_width": value_width}
         launch = resolve(None, **shapes, dtype=dtype)
-        stage = launch.block_tokens * sum(widths) * max(jnp.dtype(dtype).itemsize, 2)
+        stage = launch.block_tokens * sum(widths) * jnp.dtype(dtype).itemsize
         assert stage * launch.num_stages <= SHARED_MEMORY
         assert launch.block_tokens >= 16
         assert launch.block_rows * value_width <= 64 * 128 or launch.block_rows == 16
@@ -27,16 +27,30 @@ def test_launch_fits_the_hardware(dtype, widths):
 
 
 @pytest.mark.parametrize(
-    ("programs", "blocks", "splits"), [(8, 2048, 33), (64, 512, 4), (512, 512, 5), (8, 32, 16), (4096, 32, 1)]
+    ("programs", "blocks", "long", "scattered", "splits"),
+    [
+        (8, 2048, True, False, 33),
+        (64, 512, True, False, 4),
+        (512, 512, True, False, 5),
+        (8, 32, False, False, 16),
+        (8, 32, False, True, 32),
+        (64, 32, False, True, 8),
+        (64, 32, False, False, 4),
+        (256, 32, False, True, 2),
+        (256, 32, False, False, 1),
+        (4096, 32, False, True, 1),
+    ],
 )
-def test_splits_fill_the_chip(programs, blocks, splits):
-    assert choose_splits(programs, blocks, exact=False) == splits
+def test_splits_fill_the_chip(programs, blocks, long, scattered, splits):
+    assert choose_splits(programs, blocks, long, scattered, exact=False) == splits
     assert programs * splits > WAVE * 0.9 or splits == blocks // 2
 
 
 def test_contract_12_exact_splits_do_not_depend_on_the_batch():
-    launches = {resolve(Config(exact=True), **{**SHAPES, "groups": groups}) for groups in (1, 8, 512, 70000)}
-    assert len(launches) == 1
+    for tokens in (128, 4096, 131072):
+        shapes = {**SHAPES, "tokens": tokens}
+        launches = {resolve(Config(exact=True), **{**shapes, "groups": groups}) for groups in (1, 8, 512, 70000)}
+        assert len(launches) == 1
 
 
 def test_given_fields_are_kept():

@@ -56,9 +56,19 @@ def test_contract_5_offsets_of_large_pools_are_64_bit(printed_ir):
 
 
 @pytest.mark.parametrize("elements", [2**31 + 2**20, 2**32])
-def test_contract_5_one_byte_pools_that_would_wrap_are_refused(elements):
+def test_contract_5_one_byte_pools_that_would_wrap_are_read_as_pairs(printed_ir, elements):
     args = paged_args(jnp.bfloat16, pages=elements // (2 * 64 * 64), cache_dtype=jnp.float8_e4m3fn, page_size=64)
-    with pytest.raises(NotImplementedError, match=f"k_pages has {elements} one-byte elements"):
+    pointers = [line for line in printed_ir(triton, *args).splitlines() if "tt.addptr" in line]
+    assert any("ptr<i16>" in line for line in pointers)
+    assert not any("f8" in line for line in pointers)
+
+
+@pytest.mark.parametrize("elements", [2**31 + 2**20, 2**32])
+def test_contract_5_one_byte_pools_of_odd_width_that_would_wrap_are_refused(elements):
+    pages = -(-elements // (2 * 64 * 63))
+    pages -= pages * 2 * 64 * 63 > 2**32
+    args = paged_args(jnp.bfloat16, pages=pages, cache_dtype=jnp.float8_e4m3fn, page_size=64, width=63)
+    with pytest.raises(NotImplementedError, match=f"k_pages has {pages * 2 * 64 * 63} one-byte elements in rows of 63"):
         lowering.lower_for_cuda(triton, *args)
     lowered = lowering.lower_for_cuda(sparse_jax.paged_attention, *args)
     assert "paged_decode" not in lowered.as_text(), "None picks the plain-jnp implementation instead"

@@ -9,7 +9,7 @@ from tests.gqa_inputs import Layout, attend, paged, reference, sequences, with_h
 
 ELSEWHERE = {
     "on shuffled pages": Layout(shuffled=True),
-    "in another plane of the pool": Layout(plane=2),
+    "in another plane of the pool": Layout(plane=1),
     "with NaN wherever no row looks": Layout(shuffled=True, plane=1, poisoned=True),
 }
 

@@ -15,7 +15,7 @@ import sparse_jax
 from sparse_jax import AttentionOutput
 from tests.attention_cases import invalid
 
-PLANES = 3  # of every pool, so that where a request lies changes no shape
+PLANES = 2  # of every pool, so that where a request lies changes no shape
 
 
 class Sequences(NamedTuple):
@@ -124,8 +124,8 @@ def paged(case, seqs, layout=None):
     b, h, s = np.nonzero(np.broadcast_to(page >= 0, (batch, heads, size)) & (seen | (not layout.poisoned)))
 
     def pool(values):
-        blank = np.nan if layout.poisoned else 0.0
-        stored = np.full((PLANES * pages, heads, case.P, *values.shape[3:]), blank).astype(values.dtype)
+        blank = np.asarray(np.nan if layout.poisoned else 0.0).astype(values.dtype)
+        stored = np.full((PLANES * pages, heads, case.P, *values.shape[3:]), blank)
         stored[np.broadcast_to(page, (batch, heads, size))[b, h, s], h, s % case.P] = values[b, s, h]
         return jnp.asarray(stored)
 

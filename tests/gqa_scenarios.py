@@ -177,6 +177,7 @@ BEYOND_TOKEN = [
     token_decode("e4m3_tensor_scales", (96,), cache_dtype="float8_e4m3fn", scales="tensor", **_8Q2),
     token_decode("e4m3_token_scales", (96, 61), cache_dtype="float8_e4m3fn", scales="token", **_8Q2),
     token_decode("e4m3_d80_token_scales", (96,), Hq=8, Hkv=2, D=80, cache_dtype="float8_e4m3fn", scales="token"),
+    token_decode("e4m3_d7_dv3", (96,), Hq=8, Hkv=2, D=7, Dv=3, cache_dtype="float8_e4m3fn", scales="token"),
     token_decode("e4m3_fp16_queries", (96,), dtype="float16", cache_dtype="float8_e4m3fn", scales="tensor", **_8Q2),
     token_decode("e4m3_fp32_queries", (96,), dtype="float32", cache_dtype="float8_e4m3fn", **_8Q2),
     token_decode("e4m3_queries", (96,), dtype="float8_e4m3fn", **_8Q2),

@@ -50,7 +50,9 @@ ALSO = {
     "packed query rows, each with its own table row, length and position": (
         f"{RELATIONS}::test_packed_queries_equal_a_padded_batch",
     ),
-    "compaction of a cache that is in pages already": (f"{COMPACTION}::test_compaction_of_a_cache_in_pages",),
+    "decode after compaction at prefill, or of a cache that is in pages already": (
+        f"{COMPACTION}::test_a_compacted_cache_serves_decode",
+    ),
     "decode from a compacted cache: dense, window, chosen pages, chosen tokens; in `lax.scan`": (
         f"{DECODE}::test_decode_in_a_scan_sees_true_positions",
     ),
@@ -116,9 +118,9 @@ def _on_a_cpu():
 
 
 def _one_byte_pool():
-    """By shapes alone: the pool would have 3 * 2^30 elements."""
-    pool = jax.ShapeDtypeStruct((3 * 2**16, 16, 16, 64), jnp.float8_e4m3fn)
-    q, ids = jax.ShapeDtypeStruct((1, 16, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 16, 4), jnp.int32)
+    """By shapes alone: the pool would have 63/64 of 3 * 2^30 elements."""
+    pool = jax.ShapeDtypeStruct((3 * 2**16, 16, 16, 63), jnp.float8_e4m3fn)
+    q, ids = jax.ShapeDtypeStruct((1, 16, 63), jnp.bfloat16), jax.ShapeDtypeStruct((1, 16, 4), jnp.int32)
     return jax.eval_shape(
         lambda q, k, v, ids: sparse_jax.token_sparse_attention(q, k, v, ids, implementation="triton"),
         q,
@@ -159,7 +161,7 @@ REFUSED = {
     "a soft cap that is not positive": lambda: _attention("paged", soft_cap=0.0),
     "a scale that is not finite": lambda: _attention("paged", scale=float("inf")),
     "the kernel on a CPU": _on_a_cpu,
-    "the kernel on a one-byte pool of 2^31 to 2^32 elements": _one_byte_pool,
+    "the kernel on 2^31 to 2^32 one-byte elements of odd width": _one_byte_pool,
     "the derivative of a kernel": _derivative,
     "another selection shape in compaction": lambda: compaction.compact(_state(), jnp.zeros((2, 3, 4), jnp.int32)),
     "a pool too small for what is kept (`paging.check`; inside jit it is a status)": _without_room,

@@ -87,15 +87,14 @@ def test_case_SPLIT_1_a_row_among_others(implementation):
     """One row alone, then with 1, 7 and 63 others: the same bits with the exact configuration."""
     case, per_row = dataclasses.replace(CASES["gqa4"], B=64), {"q", "page_table", "lengths", "page_indices", "slots"}
     x, config = make_inputs(case), Config(exact=True, block_tokens=16)
-    for op, batches in (("paged", (1, 2, 8)), ("token_sparse", (1, 2, 8, 64))):
-        rows = []
-        for batch in batches:
-            part = {name: a[:batch] if name in per_row else a for name, a in x.items()}
-            smaller = dataclasses.replace(case, B=batch)
-            rows.append(call(op, smaller, part, implementation=implementation, config=config))
-        for other in rows[1:]:
-            assert_same_bits(other.out[0], rows[0].out[0])
-            assert_same_bits(other.lse[0], rows[0].lse[0])
+    rows = []
+    for batch in (1, 2, 8, 64):
+        part = {name: a[:batch] if name in per_row else a for name, a in x.items()}
+        smaller = dataclasses.replace(case, B=batch)
+        rows.append(call("token_sparse", smaller, part, implementation=implementation, config=config))
+    for other in rows[1:]:
+        assert_same_bits(other.out[0], rows[0].out[0])
+        assert_same_bits(other.lse[0], rows[0].lse[0])
 
 
 def test_case_EVICT_1_the_next_token_after_compaction():

@@ -84,9 +84,8 @@ IDS = ([[0, 3, 4, 8], [1, 2, 7, 8]], [[0], [4]], [[], []])
     [
         ("prompt", jnp.float32),
         ("pages", jnp.float32),
-        ("pages", jnp.bfloat16),
         ("prompt", jnp.float8_e4m3fn),
-        ("pages", jnp.float8_e4m3fn),
+        ("pages", jnp.bfloat16),
     ],
 )
 def test_each_head_keeps_its_tokens_at_their_positions(way, dtype):

@@ -121,17 +121,18 @@ def test_compaction(case, implementation):
     state = compacted_at_prefill(empty_state(case, case.W), case.lengths, case.counts, ids, seqs.k, seqs.v)
     for plane in range(2):
         assert_cache(state, plane, ids, case.counts, seqs.k, seqs.v)
-    assert_serves_decode(case, state, ids, seqs.k, seqs.v, implementation)
 
 
 @every_scenario([named(name, scenarios.COMPACTION) for name in ("batch2_var_seq", "mha_8q8kv")])
-def test_compaction_of_a_cache_in_pages(case, implementation):
-    """The same cache as when only the kept tokens were written, and the uncompacted pages are free again."""
-    attention = as_attention(case)
-    seqs = sequences(attention)
+def test_a_compacted_cache_serves_decode(case, implementation):
+    """Whether only the kept tokens were written, or the cache was compacted in pages, which are free again then."""
+    seqs = sequences(as_attention(case))
     ids = kept_ids(case.lengths, case.Hkv, case.kept)
-    state = compacted_in_pages(empty_state(case, case.W), case.lengths, ids, seqs.k, seqs.v)
-    for plane in range(2):
-        assert_cache(state, plane, ids, case.counts, seqs.k, seqs.v)
-    np.testing.assert_array_equal(state.full_lengths, case.lengths)
-    assert_serves_decode(case, state, ids, seqs.k, seqs.v, implementation)
+    for state in (
+        compacted_at_prefill(empty_state(case, case.W), case.lengths, case.counts, ids, seqs.k, seqs.v),
+        compacted_in_pages(empty_state(case, case.W), case.lengths, ids, seqs.k, seqs.v),
+    ):
+        for plane in range(2):
+            assert_cache(state, plane, ids, case.counts, seqs.k, seqs.v)
+        np.testing.assert_array_equal(state.full_lengths, case.lengths)
+        assert_serves_decode(case, state, ids, seqs.k, seqs.v, implementation)

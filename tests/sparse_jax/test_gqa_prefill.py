@@ -6,7 +6,6 @@ from tests.compare import assert_close, assert_same_bits
 from tests.gqa_check import check_scenario, every_scenario
 from tests.gqa_inputs import attend, paged, sequences
 from tests.gqa_scenarios import named
-from tests.sparse_jax.scalar_attention import every_implementation
 from tests.sparse_jax.test_gqa_compaction import (
     assert_cache,
     compacted_at_prefill,
@@ -31,10 +30,9 @@ def test_token_sparse_prefill(case, implementation):
     assert_same_bits(attend(case, x, implementation).out, before.out)
 
 
-@every_implementation
-def test_prefill_that_chooses_everything_is_dense(implementation):
-    """topk128_near_dense: no prompt has more tokens than are chosen."""
-    case = named("topk128_near_dense", scenarios.TOKEN_PREFILL)
+@every_scenario([named("topk128_near_dense", scenarios.TOKEN_PREFILL)])
+def test_prefill_that_chooses_everything_is_dense(case, implementation):
+    """No prompt of topk128_near_dense has more tokens than are chosen."""
     x = paged(case, sequences(case))
     dense = paged_attention(
         x["q"], x["k_pages"], x["v_pages"], x["page_table"], x["lengths"], q_positions=x["positions"],

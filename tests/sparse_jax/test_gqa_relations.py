@@ -23,10 +23,10 @@ def chosen(cases, *names):
 
 @every_scenario(
     [
-        *chosen(TOKENS, "gqa_2to1_with_3_draft_tokens", "gqa_group3_non_power_of_two", "e4m3_token_scales", "topk33"),
-        *chosen(PAGES, "group31", "draft_8", "head_tables"),
+        *chosen(TOKENS, "gqa_2to1_with_3_draft_tokens", "gqa_group3_non_power_of_two", "e4m3_token_scales"),
+        *chosen(PAGES, "group31", "draft_8"),
     ],
-    interpreted=("gqa_2to1_with_3_draft_tokens", "draft_8"),
+    interpreted=("gqa_2to1_with_3_draft_tokens",),
 )
 def test_everything_chosen_is_dense_attention(case, implementation):
     """C of at least the length: out and lse are those of `paged_attention` on the same pool."""
@@ -47,10 +47,8 @@ def test_everything_chosen_is_dense_attention(case, implementation):
 
 
 @every_scenario(
-    chosen(
-        PAGES, "msa_gqa_decode_topk4", "any_length", "page_size_8", "varlen_batch", "head_tables", "e4m3_token_scales"
-    ),
-    interpreted=("page_size_8", "e4m3_token_scales"),
+    chosen(PAGES, "msa_gqa_decode_topk4", "page_size_8", "varlen_batch", "head_tables", "e4m3_token_scales"),
+    interpreted=("e4m3_token_scales",),
 )
 def test_pages_are_the_tokens_in_them(case, implementation):
     """`page_sparse_attention` equals `token_sparse_attention` over the slots of the same pages."""
@@ -87,7 +85,7 @@ def test_drafts_in_one_call_equal_single_tokens(case, implementation):
         assert_close(alone.lse, together.lse[:, t : t + 1], case.dtype, name="lse")
 
 
-@every_scenario(chosen(PAGES, "msa_gqa_linear_draft_tokens", "varlen_batch", "head_tables"), ("varlen_batch",))
+@every_scenario(chosen(PAGES, "msa_gqa_linear_draft_tokens", "varlen_batch", "head_tables"))
 def test_packed_queries_equal_a_padded_batch(case, implementation):
     """Block-sparse rows, one for each query token, each with its own table row, length and position."""
     seqs = sequences(case)

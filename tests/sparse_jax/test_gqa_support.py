@@ -30,7 +30,7 @@ def test_page_sparse(case, implementation):
     check_scenario(case, implementation)
 
 
-@every_scenario(scenarios.BEYOND_TOKEN, interpreted=("topk33", "draft_lengths_differ", "e4m3_queries"))
+@every_scenario(scenarios.BEYOND_TOKEN, interpreted=("topk33", "draft_lengths_differ", "e4m3_queries", "e4m3_d7_dv3"))
 def test_token_sparse_beyond(case, implementation):
     check_scenario(case, implementation)
 

@@ -8,11 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from sparse_jax import xla
+import pallas_kernels
+from pallas_kernels.top_k import LARGEST_K
+from sparse_jax import dispatch, xla
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.dispatch import IMPLEMENTATIONS
-from sparse_jax.validation import INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, debug_ids, require
+from sparse_jax.validation import (
+    INT32_MAX,
+    QUERY_DTYPES,
+    as_array,
+    as_float,
+    as_ids,
+    as_int,
+    check_shape,
+    debug_ids,
+    require,
+)
 
 
 def to_slots(
@@ -122,9 +135,10 @@ def top_k(
     scores: [..., S], any float dtype. lengths: i32[...] or None; scores at or beyond the length are masked (above S
     counts as S, below 0 as 0).
     order: "score" (falling score, ties by rising id) or "id" (rising id). Returns i32[..., k]: min(k, valid) ids, then
-    -1. NaN and -inf are masked and never chosen; +0 and -0 are equal. implementation: None or "xla"; there is no kernel
-    yet.
-    Raises ValueError for a k below 1, another order, or lengths of another shape.
+    -1; of equal scores the lowest ids are kept. NaN and -inf are masked and never chosen; +0 and -0 are equal; denormal
+    numbers count. Ids have no derivative: nothing flows back into scores, whatever the implementation.
+    Raises ValueError for a k below 1, another order, or lengths of another shape, and NotImplementedError where the
+    kernel is asked for a k above 8,192. Source: our own kernel, a tournament of chunks in `pallas_kernels/top_k.py`.
     """
     scores = as_array("scores", scores)
     require(
@@ -134,18 +148,35 @@ def top_k(
     k = as_int("k", k)
     require(k >= 1, f"k must be at least 1, got {k}")
     require(order in ("score", "id"), f'order must be "score" or "id", got {order!r}')
-    require(implementation in IMPLEMENTATIONS, f'implementation must be None or "xla", got {implementation!r}')
-    if implementation in ("triton", "interpret"):
-        raise NotImplementedError(f'top_k has no kernel yet, got implementation={implementation!r}; use None or "xla"')
+    require(
+        implementation in IMPLEMENTATIONS, f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}"
+    )
     if lengths is not None:
         lengths = as_ids("lengths", lengths)
         check_shape("lengths", lengths, scores.shape[:-1])
-    return _top_k(scores, lengths, k=k, order=order)
+    scores = scores if scores.dtype in QUERY_DTYPES else scores.astype(jnp.float32)
+    return _top_k(lax.stop_gradient(scores), lengths, k=k, order=order, implementation=implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "order"))
-def _top_k(scores: jax.Array, lengths: jax.Array | None, *, k: int, order: str) -> jax.Array:
-    return xla.top_k(scores, k, lengths, order=order)
+@functools.partial(jax.jit, static_argnames=("k", "order", "implementation"))
+def _top_k(
+    scores: jax.Array, lengths: jax.Array | None, *, k: int, order: str, implementation: str | None
+) -> jax.Array:
+    if scores.size == 0:
+        return jnp.full((*scores.shape[:-1], k), -1, jnp.int32)
+
+    def meaning(scores: jax.Array, lengths: jax.Array | None) -> jax.Array:
+        return xla.top_k(scores, k, lengths, order=order)
+
+    def kernel(scores: jax.Array, lengths: jax.Array | None, *, interpret: bool) -> jax.Array:
+        rows, lengths = scores.reshape(-1, scores.shape[-1]), None if lengths is None else lengths.reshape(-1)
+        ids = pallas_kernels.top_k(rows, k, lengths, order=order, interpret=interpret)
+        return ids.reshape(*scores.shape[:-1], k)
+
+    refusal = None
+    if k > LARGEST_K:
+        refusal = f'the kernel of top_k finds at most {LARGEST_K} ids of a row, got k = {k}; use implementation="xla"'
+    return dispatch.run(implementation, (scores, lengths), xla=meaning, kernel=kernel, refusal=refusal)
 
 
 def retained_count(length: Any, retention: float) -> Any:

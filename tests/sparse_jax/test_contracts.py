@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import checkify
 
 import sparse_jax
+from pallas_kernels import lowering
 from sparse_jax import Config
 from tests.attention_cases import CASES, OPS, call, invalid, make_inputs, poisoned
 from tests.compare import assert_close, assert_same_bits
@@ -264,8 +265,13 @@ def test_contract_11_backends_agree(op, name):
 
 
 def test_contract_11_unknown_to_the_kernel_falls_back():
-    with pytest.raises(NotImplementedError, match="no kernel yet"):
-        sparse_jax.top_k(jnp.zeros(4), 2, implementation="triton")
+    scores, k = jnp.zeros(9000), 8193
+    for implementation in ("triton", "interpret"):
+        with pytest.raises(NotImplementedError, match=r'at most 8192 ids of a row, got k = 8193; use .*"xla"'):
+            sparse_jax.top_k(scores, k, implementation=implementation)
+    assert sparse_jax.top_k(scores, k)[-1] == k - 1
+    lowered = lowering.lower_for_cuda(lambda s: sparse_jax.top_k(s, k), scores)
+    assert not lowering.names_kernel(lowered.as_text())
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -65,6 +65,12 @@ CORNER = [
     AttentionCase(name="p128_bf16", dtype="bfloat16", P=128, W=2, C=1),
     AttentionCase(name="e4m3_scalar", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="scalar"),
     AttentionCase(name="e4m3_token", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="token", T=2),
+    AttentionCase(
+        name="e4m3_d80_dv96", dtype="bfloat16", cache_dtype="float8_e4m3fn", Hq=6, D=80, Dv=96, scales="scalar"
+    ),
+    AttentionCase(name="e4m3_d7_dv3", dtype="bfloat16", cache_dtype="float8_e4m3fn", D=7, Dv=3, T=2, scales="token"),
+    AttentionCase(name="e4m3_fp16_query", dtype="float16", cache_dtype="float8_e4m3fn", scales="token", soft_cap=3.0),
+    AttentionCase(name="e4m3_f32_query", cache_dtype="float8_e4m3fn", scales="token", B=1),
     AttentionCase(name="bf16_cache_f32_query", cache_dtype="bfloat16"),
 ]
 CASES = {case.name: case for case in COMMON + CORNER}

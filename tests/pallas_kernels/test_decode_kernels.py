@@ -10,7 +10,7 @@ import pallas_kernels
 from pallas_kernels import lowering
 from sparse_jax import Config
 from tests.attention_cases import CASES, COMMON, CORNER, OPS, call, make_inputs, poisoned, reference
-from tests.compare import assert_close
+from tests.compare import assert_close, assert_same_bits
 
 CONFIGS = {
     "default": None,
@@ -65,6 +65,20 @@ def test_lowers_for_cuda_in_every_config(op, config, dtype):
     x = make_inputs(case)
     weights = {} if op == "paged" else {"return_weights": True}
     lowering.lower_for_cuda(lambda x: call(op, case, x, implementation="triton", config=CONFIGS[config], **weights), x)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("op", OPS)
+def test_e4m3_takes_queries_of_any_size(op, implementation):
+    """The products are taken in float16, which bfloat16 queries may exceed in both directions."""
+    case = dataclasses.replace(CASES["e4m3_token"], scale=0.125)
+    x = make_inputs(case)
+    expected = call(op, case, x, implementation=implementation)
+    for exponent in (100, -60):
+        moved = {**x, "q": x["q"] * jnp.asarray(2.0**exponent, x["q"].dtype)}
+        actual = call(op, dataclasses.replace(case, scale=0.125 * 2.0**-exponent), moved, implementation=implementation)
+        assert_same_bits(actual.out, expected.out)
+        assert_same_bits(actual.lse, expected.lse)
 
 
 @pytest.mark.gpu

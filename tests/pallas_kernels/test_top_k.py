@@ -41,7 +41,7 @@ SMALL = (("chunk", 32),)
 def test_interpret(size, k, order, chunk, count):
     """From rows of one score to three rounds; k of 1, of the whole row and above it."""
     options = () if chunk is None else (("chunk", chunk),)
-    assert len(rounds(size, min(k, size), **dict(options))) == count
+    assert len(rounds(size, min(k, size), rows=len(KINDS), **dict(options))) == count
     for seed in (0, 1):
         scores, lengths = make_rows(seed, size), make_lengths(seed, len(KINDS), size, k)
         assert_right(interpreted(scores, lengths, k=k, order=order, options=options), scores, k, lengths, order)
@@ -131,15 +131,16 @@ def test_mutation_fails(mutation):
 @given(
     size=st.integers(1, 2**20) | st.integers(1, 5000),
     k=st.integers(1, LARGEST_K) | st.integers(1, 70),
+    rows=st.sampled_from([1, 2, 64, 65537]),
     chunk=st.sampled_from([None, 32, 256, 4096, 32768]),
 )
-def test_rounds_keep_enough_and_end(size, k, chunk):
+def test_rounds_keep_enough_and_end(size, k, rows, chunk):
     k = min(k, size)
-    plan = rounds(size, k, **({} if chunk is None else {"chunk": chunk}))
+    plan = rounds(size, k, rows=rows, chunk=chunk)
     assert plan[0].size == size
     assert (plan[-1].chunks, plan[-1].kept) == (1, k)
     for this in plan:
-        assert this.chunk in [2**i for i in range(5, 16)]  # above 2^15 the ranks of a chunk would not fit 16 bits
+        assert this.chunk in [2**i for i in range(5, 16)]  # larger chunks do not fit in registers
         assert this.kept >= min(k, this.chunk)
         assert this.warps in (1, 2, 4, 8, 16, 32)
         assert 32 * this.warps <= this.chunk
@@ -148,17 +149,20 @@ def test_rounds_keep_enough_and_end(size, k, chunk):
         assert following.size == this.chunks * this.kept < this.size
 
 
-SIZES, WIDTHS = (1, 32, 1000, 2048, 9295, 32768, 131072, 1048576), (1, 64, 2048, LARGEST_K)
-PLANS = {tuple(rounds(size, min(k, size))): (size, k) for size in SIZES for k in WIDTHS}
+SIZES, WIDTHS, ROWS = (1, 32, 1000, 2048, 9295, 32768, 131072, 1048576), (1, 64, 2048, LARGEST_K), (1, 64, 4096)
+SHAPES = list(itertools.product(ROWS, SIZES, WIDTHS))
+PLANS = {tuple(rounds(size, min(k, size), rows=rows)): (rows, size, k) for rows, size, k in SHAPES}
+# The dtype of the scores matters to the loads of the first round alone.
+FIRST_ROUNDS = {(plan[0].chunk, plan[0].warps): plan for plan in sorted(PLANS, key=len, reverse=True)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lowers_for_cuda_in_every_plan(dtype):
-    for index, (plan, (size, k)) in enumerate(PLANS.items()):
-        order = ("id", "score")[index % 2]
-        scores = jax.ShapeDtypeStruct((3, size), dtype)
-        lengths = jax.ShapeDtypeStruct((3,), jnp.int32) if index % 3 else None
-        run = functools.partial(top_k, k=k, order=order, interpret=False)
+    for index, plan in enumerate(PLANS if dtype == jnp.float32 else FIRST_ROUNDS.values()):
+        rows, size, k = PLANS[plan]
+        run = functools.partial(top_k, k=k, order=("id", "score")[index % 2], interpret=False)
+        scores = jax.ShapeDtypeStruct((rows, size), dtype)
+        lengths = jax.ShapeDtypeStruct((rows,), jnp.int32) if index % 3 else None
         lowered = lower_for_cuda(lambda s, n, run=run: run(s, lengths=n), scores, lengths).as_text()
         assert lowered.count("custom_call @") == len(plan), "one kernel for each round"
 

@@ -68,6 +68,7 @@ def test_top_k_inside_shard_map_with_checking_on(implementation):
     assert_same_bits(jax.jit(run)(SCORES, LENGTHS), right())
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
 def select_and_attend(q, keys, values, implementation):
     """q [B, Hkv, D], keys and values [B * W, Hkv, P, D]: the 5 best keys of each (request, head), attended to."""
     batch, heads, width = q.shape
@@ -77,6 +78,9 @@ def select_and_attend(q, keys, values, implementation):
     slots = to_slots(chosen, table, jnp.arange(batch, dtype=jnp.int32), page_size=keys.shape[2])
     picked = jnp.take_along_axis(scores, chosen, axis=-1)  # the scores themselves have a gradient
     return jnp.sum(token_sparse_attention(q, keys, values, slots).out * width) + jnp.sum(picked**2)
+
+
+gradients = jax.jit(jax.grad(select_and_attend, argnums=(0, 1, 2)), static_argnames="implementation")
 
 
 def attention_arguments():
@@ -89,16 +93,16 @@ def attention_arguments():
 def test_gradient_of_selecting_and_attending(implementation):
     """The choice is a constant of the derivative, whichever implementation makes it."""
     arguments = attention_arguments()
-    run = functools.partial(select_and_attend, implementation=implementation)
-    grads = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(*arguments)
-    way = [jnp.cos(7.0 * x) for x in arguments]
-    step = 1e-3
-    ahead, behind = (run(*(x + sign * step * d for x, d in zip(arguments, way, strict=True))) for sign in (1, -1))
-    slope = sum(float(jnp.vdot(g, d)) for g, d in zip(grads, way, strict=True))
-    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=5e-3)
-    expected = jax.grad(functools.partial(select_and_attend, implementation="xla"), argnums=(0, 1, 2))(*arguments)
-    for grad, other in zip(grads, expected, strict=True):
+    grads = gradients(*arguments, implementation=implementation)
+    for grad, other in zip(grads, gradients(*arguments, implementation="xla"), strict=True):
         assert_close(grad, other, name="gradient")
+    way, step = [jnp.cos(7.0 * x) for x in arguments], 1e-3
+    ahead, behind = (
+        select_and_attend(*(x + sign * step * d for x, d in zip(arguments, way, strict=True)), implementation)
+        for sign in (1, -1)
+    )
+    slope = sum(float(jnp.vdot(grad, d)) for grad, d in zip(grads, way, strict=True))
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=5e-3)
 
 
 @EACH

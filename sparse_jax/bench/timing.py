@@ -20,7 +20,8 @@ from sparse_jax.bench.profiler import KernelTime, Profile, profile
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
 LEAST_ROUNDS = 2
-LEAST_ROUNDS_SHORT = 4  # of calls so short that input sets rotate: starting a jit must not show
+# The more input sets rotate, the shorter a call is: starting a jit, which costs the host 0.2 ms and more, must not show.
+LEAST_ROUNDS_PER_SET = 4
 # XLA launches the body of a scan as one CUDA graph if it holds at least five kernels, as that of a model's layers does.
 LEAST_CALLS_IN_BODY = 8
 PROFILED_BELOW = 3000  # microseconds: what the host costs shows beside calls this short
@@ -111,7 +112,7 @@ class Chain:
         self, step: Step, carry: Any, fixed: Any, sets: Sequence[Any], *, calls: int = 10, hold: bool = False
     ) -> None:
         passes = 1 if hold else -(-LEAST_CALLS_IN_BODY // len(sets))
-        least = LEAST_ROUNDS_SHORT if len(sets) > 1 else LEAST_ROUNDS
+        least = max(LEAST_ROUNDS, LEAST_ROUNDS_PER_SET * len(sets) if len(sets) > 1 and not hold else 0)
         rounds = max(least, -(-calls // (passes * len(sets))))
         self.hold = hold
         self.calls = rounds * passes * len(sets) + 1

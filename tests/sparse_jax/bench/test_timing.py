@@ -27,7 +27,7 @@ def test_chain_feeds_each_output_to_the_next_call_and_rotates():
 
 
 @pytest.mark.parametrize(
-    ("sets", "hold", "calls"), [(1, False, 17), (3, False, 37), (16, False, 65), (3, True, 13), (1, True, 11)]
+    ("sets", "hold", "calls"), [(1, False, 17), (3, False, 109), (16, False, 1025), (3, True, 13), (1, True, 11)]
 )
 def test_the_body_of_a_chain_holds_enough_calls_for_a_graph(sets, hold, calls):
     chain = timing.Chain(None, None, None, [None] * sets, calls=10, hold=hold)

@@ -105,7 +105,7 @@ def prefill(
     `paged.table`. tokens_read counts nothing here.
     """
     paged, reservation = paging.reserve(paged, counts, tokens.shape[1])
-    selector_state = _follow_copies(selector, selector_state, paged, reservation)
+    selector_state = selector.copy(selector_state, *paging.flat_copies(paged, reservation))
 
     def attend(plane, q, k, v, cache):
         cache = _write(plane, k, v, cache, reservation, selector)
@@ -141,7 +141,7 @@ def decode_step(
     """
     takes_part = positions >= 0
     paged, reservation = paging.reserve(paged, takes_part.astype(jnp.int32), 1)
-    selector_state = _follow_copies(selector, selector_state, paged, reservation)
+    selector_state = selector.copy(selector_state, *paging.flat_copies(paged, reservation))
 
     def attend_plane(plane, q, k, v, cache):
         cache = _write(plane, k, v, cache, reservation, selector)
@@ -175,21 +175,6 @@ def _write(plane, k, v, cache: _Cache, reservation: Reservation, selector: Selec
     paged, stale = paging.write(cache.paged, plane, reservation, k, v)
     state = selector.write(cache.selector, k, paging.flat_slots(paged, plane, reservation))
     return cache._replace(paged=paged, selector=state, stale=cache.stale + stale)
-
-
-def _follow_copies(selector: Selector, state: Any, paged: PagedState, reservation: Reservation) -> Any:
-    """Side data of pages that were copied before a write; one request at a time, because most steps copy nothing."""
-    if not jax.tree.leaves(state):
-        return state
-    planes, requests = paged.kv.planes, reservation.copied_to.shape[0]
-    sources, targets = (pages.reshape(planes, requests) for pages in paging.flat_copies(paged, reservation))
-    (which,) = jnp.nonzero(reservation.copied_to >= 0, size=requests, fill_value=0)
-    copies = jnp.sum(reservation.copied_to >= 0, dtype=jnp.int32)
-
-    def copy_one(i, state):
-        return selector.copy(state, sources[:, which[i]], targets[:, which[i]])
-
-    return jax.lax.fori_loop(jnp.int32(0), copies, copy_one, state)
 
 
 def _decode_output(model: Ouro, output: OuroOutput, cache: _Cache, threshold, step) -> DecodeOutput:

@@ -4,10 +4,14 @@ Who owns which page is the business of `sparse_jax.paging`; ids here are already
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+import pallas_kernels
+from sparse_jax import dispatch
 
 
 @jax.tree_util.register_dataclass
@@ -75,8 +79,18 @@ def _put_scatter(pool, plane, page, offset, new):
 def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
     """Copy K pages, sources i32[K] to targets i32[K], in all planes; -1 in targets: nothing to do.
 
-    One at a time, only those there are: most steps of a decode copy none, and no step should read or hold K pages.
+    Targets differ from each other and from the sources. Most steps of a decode copy none, and no step should read or
+    hold K pages, or let a GPU wait for the host: plain jnp is a loop over those there are, so a GPU has a kernel.
     """
+    pools = kv.k, kv.v
+    # 32-bit offsets of single bytes would wrap there; of even pages the kernel copies pairs.
+    wraps = any(p.dtype.itemsize == 1 and math.prod(p.shape[2:]) % 2 and 2**31 < p.size <= 2**32 for p in pools)
+    refusal = "pages of an odd number of bytes in a pool between 2^31 and 2^32 bytes" if wraps else None
+    kernel = pallas_kernels.copy_pages
+    return PagedKV(*dispatch.run(None, (pools, sources, targets), xla=_copy_loop, kernel=kernel, refusal=refusal))
+
+
+def _copy_loop(pools, sources, targets):
     which, count = _present(targets)
 
     def copy_one(i, pools):
@@ -94,8 +108,8 @@ def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
 
         return tuple(map(copy_in, pools))
 
-    k, v = lax.fori_loop(jnp.int32(0), count, copy_one, (_rows(kv.k), _rows(kv.v)))
-    return PagedKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
+    copied = lax.fori_loop(jnp.int32(0), count, copy_one, tuple(map(_rows, pools)))
+    return tuple(new.reshape(pool.shape) for new, pool in zip(copied, pools, strict=True))
 
 
 # XLA's CPU backend computes the other types in float32: to update one token it would convert the whole pool twice.

@@ -138,7 +138,8 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     pages and KV and gets a status (OUT_OF_PAGES, TABLE_FULL, STALE, BAD_COUNT), and a later, smaller one may still fit.
     A count of 0 leaves the request and its status alone; any other success sets OK. A partly filled last page with
     several holders is copied in all planes before it can be written, except by the last of its holders. In the
-    Reservation -1 is "nothing here": no slot, no page copied. Nothing is raised for want of room, see `check`.
+    Reservation -1 is "nothing here": no slot, no page copied. Nothing is raised for want of room, see `check`. With a
+    width of 1 a GPU never waits for the host here, so XLA can put all of it into a CUDA graph.
 
     Raises ValueError for counts that are no integers of shape [B], a width below 1, or a state that was donated.
     """

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_jax import page_allocation, paging
+from pallas_kernels.lowering import lower_for_cuda
+from sparse_jax import page_allocation, paging, selectors
 from tests.sparse_jax.test_paging import counts_of, extend, make, release, reserve, same, share, statuses
 
 grant = jax.jit(page_allocation.grant)
@@ -81,6 +82,14 @@ def test_one_page_for_each_request_is_granted_as_the_loop_grants_it():
         assert int(fresh.sum()) <= int(free)
 
 
-def test_the_decode_step_decides_without_a_loop():
-    arguments = jnp.ones(3, bool), jnp.ones((3, 1), bool), counts_of(0, 1, 1)[:, None], counts_of(1, 2, 2)[:, None]
-    assert "while" not in str(jax.make_jaxpr(page_allocation.grant)(*arguments, jnp.int32(1)))
+def test_a_step_of_one_token_each_has_no_loop_on_a_gpu():
+    """Of a loop whose turns are not known, a GPU asks the host after each; that also ends the CUDA graph around it."""
+    state, quest = make(), selectors.get("quest")
+
+    def step(state, side, counts):
+        state, reservation = paging.reserve(state, counts, 1)
+        return state, quest.copy(side, *paging.flat_copies(state, reservation))
+
+    text = lower_for_cuda(step, state, quest.init(state.kv), counts_of(1, 1, 1)).as_text()
+    assert "copy_pages" in text
+    assert "while" not in text

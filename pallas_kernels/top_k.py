@@ -56,7 +56,7 @@ def rounds(size: int, k: int, *, rows: int, chunk: int | None = None, per_thread
     slack = 1 if small else 2
     if chunk is None:
         chunk = 8192 if small else 32768 if size > 2**16 and rows * size >= 2**22 else 16384
-    plan = []
+    plan: list[Round] = []
     while True:
         most = max(chunk, min(4 * next_power_of_two(k), 32 * 1024))
         cut = min(most, max(LANES, next_power_of_two(size)))
@@ -276,15 +276,14 @@ def top_k(
     with ties by rising id, or rising ids; then -1.
     """
     count, width = scores.shape[0], min(k, scores.shape[1])
-    ids = None
     plan = rounds(scores.shape[1], width, rows=count, chunk=chunk, per_thread=per_thread)
+    found: tuple[jax.Array, ...] = ()
     for this in plan:
-        out = (count, this.chunks * this.kept)
-        operands = (scores, ids, lengths)
-        shapes = [lowering.result(out, jnp.int32, operands)]
-        if this is not plan[-1] or order == "score":
-            shapes.append(lowering.result(out, jnp.int32, operands))
-        ids, *values = lowering.call(
+        # Ids and keys of the survivors; the last round writes keys only if they are asked for.
+        operands = (scores, None, lengths) if this is plan[0] else (found[1], found[0], None)
+        shape = lowering.result((count, this.chunks * this.kept), jnp.int32, operands)
+        shapes = [shape] * (1 if this is plan[-1] and order == "id" else 2)
+        found = lowering.call(
             functools.partial(top_k_kernel, k=width, this=this),
             name="top_k",
             programs=count * this.chunks,
@@ -295,8 +294,8 @@ def top_k(
             num_stages=1,
             interpret=interpret,
         )(*operands)
-        scores, lengths = values[0] if values else None, None
+    ids = found[0]
     if order == "score":
         # Stable, and equal scores stand in the order of their ids. An absent place has the lowest key.
-        _, ids = lax.sort((~scores, ids), dimension=1, num_keys=1, is_stable=True)
+        _, ids = lax.sort((~found[1], ids), dimension=1, num_keys=1, is_stable=True)
     return jnp.pad(ids, [(0, 0), (0, k - width)], constant_values=-1)

@@ -24,6 +24,8 @@ import numbers
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
+from sparse_jax import dispatch, xla
 from sparse_jax.paging import PagedKV
 from sparse_jax.selectors.base import Pages, PageSelector, register
 from sparse_jax.validation import as_array, as_ids, require
@@ -142,14 +144,10 @@ def page_bounds(state: Envelope, q: jax.Array, page_ids: jax.Array, scale: float
     q [B, T, Hq, D]; page_ids i32[B, Hkv or 1, W]. Returns f32[B, Hkv, G, T, W]; an absent page has some finite value.
     """
     batch, rows, heads, width = q.shape
-    pages, kv_heads, _ = state.lo.shape
+    kv_heads = state.lo.shape[1]
     q = q.astype(jnp.float32).reshape(batch, rows, kv_heads, heads // kv_heads, width)
     q = q * (width**-0.5 if scale is None else scale)
-    ids = jnp.where((page_ids >= 0) & (page_ids < pages), page_ids, 0)
-    head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    lo, hi = state.lo[ids, head], state.hi[ids, head]  # [B, Hkv, W, D]
-    # max(q lo, q hi) is q hi where q is positive and q lo where it is negative, because lo <= hi: two matrix products.
-    product = "btkgd,bkwd->bkgtw"
-    up = jnp.einsum(product, jnp.maximum(q, 0), hi, precision=jax.lax.Precision.HIGHEST)
-    down = jnp.einsum(product, jnp.minimum(q, 0), lo, precision=jax.lax.Precision.HIGHEST)
-    return up + down
+    q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
+    operands = (q, state.lo, state.hi, page_ids)
+    bounds = dispatch.run(None, operands, xla=xla.page_bounds, kernel=pallas_kernels.page_bounds)
+    return bounds.reshape(batch, kv_heads, -1, rows, page_ids.shape[-1])

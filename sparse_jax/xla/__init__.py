@@ -4,6 +4,7 @@ A kernel must equal the function of its name here; documents point to this code.
 """
 
 from sparse_jax.xla.merge_attention import merge_attention as merge_attention
+from sparse_jax.xla.page_bounds import page_bounds as page_bounds
 from sparse_jax.xla.paged_attention import page_sparse_attention as page_sparse_attention
 from sparse_jax.xla.paged_attention import paged_attention as paged_attention
 from sparse_jax.xla.to_slots import compact as compact

@@ -80,14 +80,17 @@ def attend(
         )
         for cols, inside in _columns(shape.key_width, k_ref.dtype)
     ]
-    q_scale = None
+    factor: Any = shape.scale  # of the scores: a number, or f32[block_rows, 1]
+    if scales["k"] is not None and scales["k"].ndim == 1:
+        factor = factor * scales["k"][0]
     if compute == jnp.float16 and q_ref.dtype != compute:
-        q, q_scale = _into_range(q)
+        q, power = _into_range(q)
+        factor = factor * power
     q = [part.astype(compute) for part in q]
     step = functools.partial(
         _attend_block,
         q,
-        q_scale,
+        factor,
         k_ref,
         v_ref,
         scales,
@@ -111,8 +114,8 @@ def attend(
         middle = jnp.clip(uniform_until, first, jnp.maximum(first, last))
         carry = lax.fori_loop(first, middle, functools.partial(step, mixed=False), carry)
         carry = lax.fori_loop(middle, last, functools.partial(step, mixed=True), carry)
-    factor = scales["v"][0] if scales["v"] is not None and scales["v"].ndim == 1 else None
-    _write(carry, factor, out_ref, lse_ref, program=program, shape=shape, stored=v_ref.dtype)
+    v_scale = scales["v"][0] if scales["v"] is not None and scales["v"].ndim == 1 else None
+    _write(carry, v_scale, out_ref, lse_ref, program=program, shape=shape, stored=v_ref.dtype)
 
 
 def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape, stored: Any) -> None:
@@ -185,15 +188,13 @@ def _rows_of(ref: Any, keys: Keys, head: jax.Array, compute: Any, interpret: boo
 
 
 def _token_scale(ref: Any, keys: Keys, head: jax.Array) -> jax.Array:
-    """f32[] or f32[block] multiplier of the stored values."""
-    if ref.ndim == 1:
-        return ref[0]
+    """f32[block] multipliers of the stored values."""
     return lowering.load(ref.at[keys.page, head, keys.offset], mask=keys.present, other=0.0)
 
 
 def _attend_block(
     q: list[jax.Array],
-    q_scale: jax.Array | None,
+    factor: Any,
     k_ref: Any,
     v_ref: Any,
     scales: dict[str, Any],
@@ -218,8 +219,8 @@ def _attend_block(
     v = _rows_of(v_ref, keys, program.head, compute, shape.interpret)
     s = functools.reduce(jnp.add, [lowering.dot(q_part, k_part.T) for q_part, k_part in zip(q, k, strict=True)])
     # An if for each option keeps the common loop as short as it can be.
-    factor = shape.scale if scales["k"] is None else shape.scale * _token_scale(scales["k"], keys, program.head)
-    factor = factor if q_scale is None else factor * q_scale
+    if scales["k"] is not None and scales["k"].ndim > 1:
+        factor = factor * _token_scale(scales["k"], keys, program.head)
     if shape.soft_cap is None and scores_ref is None:
         s = s * (factor * LOG2E)
     else:

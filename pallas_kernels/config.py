@@ -76,31 +76,32 @@ def resolve(
     key_width: int,
     value_width: int,
     dtype: jnp.dtype,
-    scattered: bool = False,
+    page_size: int,
 ) -> Launch:
     """Decides every field of a config from shapes and dtypes.
 
     groups: (request, KV head) pairs of `rows` query rows. tokens: keys of a row, the static bound (table width or list
-    length), because true lengths are on the device. dtype: that of the cache. scattered: a block of keys lies on more
-    than one page.
+    length), because true lengths are on the device. dtype: that of the cache. page_size: tokens that lie side by side.
     """
     config = config or Config()
     # Accumulators of 64 x 128 float32 are half of a program's registers.
     most_rows = max(16, min(64, 8192 // next_power_of_two(value_width)))
     block_rows = config.block_rows or min(most_rows, max(16, next_power_of_two(rows)))
     programs = groups * -(-rows // block_rows)
-    crowded = programs >= WAVE and not scattered and jnp.dtype(dtype).itemsize > 1 and not config.exact
-    row_bytes = (key_width + value_width) * jnp.dtype(dtype).itemsize
+    itemsize = jnp.dtype(dtype).itemsize
+    row_bytes = (key_width + value_width) * itemsize
     block_tokens = config.block_tokens or max(16, min(64, next_power_of_two(32 * 1024 // row_bytes + 1) // 2))
+    scattered = page_size < block_tokens  # a block must first read where each of its keys lies
+    crowded = programs >= WAVE and not scattered and itemsize > 1 and not config.exact
     # Two stages leave room for a third program on a multiprocessor, which only many programs can use, and only where
-    # the next block's place is known at once (H200, 512 programs of 32,768 keys: 1,955 us against 2,025).
+    # the next block's place is known at once (H200, 512 programs of 32,768 bf16 keys, D 128: 1,955 us against 2,025).
     stages = max(1, min(2 if crowded else 3, MOST_STAGE_BYTES // (row_bytes * block_tokens)))
     blocks = -(-tokens // block_tokens)
     return Launch(
         block_tokens=block_tokens,
         block_rows=block_rows,
         # Half the bytes to wait for: four programs of two warps hide the widening of one-byte keys better.
-        num_warps=config.num_warps or (2 if jnp.dtype(dtype).itemsize == 1 else 4),
+        num_warps=config.num_warps or (2 if itemsize == 1 else 4),
         num_stages=config.num_stages or stages,
         splits=config.splits or choose_splits(programs, blocks, tokens > LONG, scattered, config.exact),
         exact=config.exact,
@@ -111,9 +112,9 @@ def choose_splits(programs: int, blocks: int, long: bool, scattered: bool, exact
     """How many programs share the keys of one row, of which there are `blocks` blocks.
 
     Too few programs are cut until they fill the chip: once, or twice over where each block must first read where its
-    keys lie (H200, 64 rows of 2,048 keys: 23.5 us with 8 splits, 26 with 4). Long rows of many programs are cut into
-    many waves, because an uneven last one leaves much of the chip waiting (512 programs of 32,768 keys: 2,372 us; cut
-    into 2,048: 2,029 us). `exact`: a fixed number, whatever else is in the batch.
+    keys lie (H200, 64 rows of 2,048 bf16 keys, D 128: 23.5 us with 8 splits, 26 with 4). Long rows of many programs are
+    cut into many waves, because an uneven last one leaves much of the chip waiting (512 programs of 32,768 such keys:
+    2,372 us; cut into 2,048: 2,029 us). `exact`: a fixed number, whatever else is in the batch.
     """
     if exact:
         wanted = 16

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
 from pallas_kernels.config import next_power_of_two
-from pallas_kernels.decode_call import as_pairs
+from pallas_kernels.pairs import as_pairs
 
 MOST_ELEMENTS = 8192  # in registers at once
 

@@ -15,8 +15,6 @@ from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
 from pallas_kernels.merge_splits import merge_splits
 
-SCATTERED_BELOW = 64  # tokens of a page: the largest block that `resolve` chooses lies inside a page of as many
-
 
 class Program(NamedTuple):
     """Which part of the work a program does."""
@@ -41,7 +39,7 @@ class Shape:
     value_width: int
     scale: float
     soft_cap: float | None
-    interpret: bool = False
+    interpret: bool
 
     def launch(self, config: Config | None, tokens: int, dtype: Any, *, by_page: bool) -> Launch:
         """Decides the tuning values; tokens is the static bound of a row's keys, dtype that of the cache."""
@@ -53,7 +51,7 @@ class Shape:
             key_width=self.key_width,
             value_width=self.value_width,
             dtype=dtype,
-            scattered=not by_page or self.page_size < SCATTERED_BELOW,
+            page_size=self.page_size if by_page else 1,
         )
 
     @property
@@ -105,11 +103,10 @@ def launch_splits(
     launch: Launch,
     out_dtype: Any,
     scores_width: int | None = None,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The one `pallas_call` of a decode kernel, and the merge of its splits.
 
-    operands is a pytree whose first leaf is q [groups, Hkv, rows, D]. Returns out [groups, Hkv, rows, Dv] of out_dtype,
+    Returns out [groups, Hkv, rows, Dv] of out_dtype,
     lse f32[groups, Hkv, rows] and scores, None or f32[groups, Hkv, rows, scores_width].
     """
     parts = (launch.splits, shape.groups, shape.kv_heads, shape.rows)
@@ -128,12 +125,12 @@ def launch_splits(
         out_shape=out_shape,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        interpret=interpret,
+        interpret=shape.interpret,
     )(*operands)
     if launch.splits == 1:
         out, lse = out[0], lse[0]
     else:
-        out, lse = merge_splits(out, lse, out_dtype=out_dtype, interpret=interpret)
+        out, lse = merge_splits(out, lse, out_dtype=out_dtype, interpret=shape.interpret)
     return out, lse, scores[0] if scores else None
 
 
@@ -167,17 +164,6 @@ def decode_shape(
         soft_cap=soft_cap,
         interpret=interpret,
     )
-
-
-def as_pairs(pool: jax.Array) -> jax.Array:
-    """A one-byte pool [N, Hkv, P, D] of even width as int16[N, Hkv, P, D / 2]; any other pool as it is.
-
-    On a GPU this is no copy. Pairs travel through shared memory like 16-bit numbers, which the matrix units can
-    transpose, and their offsets stay below 2^31 in any pool that holds less than 2^32 bytes.
-    """
-    if pool.dtype.itemsize > 1 or pool.shape[-1] % 2:
-        return pool
-    return lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 2), jnp.int16)
 
 
 def to_tiles(q: jax.Array, shape: Shape) -> jax.Array:

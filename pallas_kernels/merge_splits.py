@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import lowering
 from pallas_kernels.config import next_power_of_two
 
-MOST_COLUMNS = 128  # of a program: all parts of a row are read at once, in registers
+MOST_COLUMNS = 128  # of a program
+MOST_NUMBERS = 8192  # of all parts together: they are read at once, into half of the registers of four warps
 
 
 def merge_splits_kernel(
@@ -59,7 +60,7 @@ def merge_splits(outs: jax.Array, lses: jax.Array, *, out_dtype: Any, interpret:
     splits, width = outs.shape[0], outs.shape[-1]
     operands = outs.reshape(splits, -1, width), lses.reshape(splits, -1)
     rows = operands[1].shape[1]
-    columns = min(MOST_COLUMNS, next_power_of_two(width))
+    columns = min(MOST_COLUMNS, next_power_of_two(width), max(16, MOST_NUMBERS // next_power_of_two(splits)))
     shapes = [lowering.result((rows, width), out_dtype, operands), lowering.result((rows,), jnp.float32, operands)]
     out, lse = lowering.call(
         functools.partial(merge_splits_kernel, columns=columns),

@@ -80,9 +80,8 @@ def attend(
         )
         for cols, inside in _columns(shape.key_width, k_ref.dtype)
     ]
-    factor: Any = shape.scale  # of the scores: a number, or f32[block_rows, 1]
-    if scales["k"] is not None and scales["k"].ndim == 1:
-        factor = factor * scales["k"][0]
+    common = scales["k"] is not None and scales["k"].ndim == 1
+    factor: Any = shape.scale * scales["k"][0] if common else shape.scale  # of the scores: f32[] or f32[block_rows, 1]
     if compute == jnp.float16 and q_ref.dtype != compute:
         q, power = _into_range(q)
         factor = factor * power
@@ -242,18 +241,26 @@ def _attend_block(
     decay = jnp.exp2(m - shift)
     p = jnp.exp2(s - shift[:, None])
     l = l * decay + jnp.sum(p, axis=1)
-    largest = None
+    after = None
     if scales["v"] is not None and scales["v"].ndim > 1:
-        v_scale = _token_scale(scales["v"], keys, program.head)
-        if compute == jnp.float16:  # its range may not hold p times a scale: the largest of the block is applied later
-            size = jnp.abs(v_scale)
-            largest = jnp.max(jnp.where(size < jnp.inf, size, 0.0))
-            largest = jnp.where(largest > 0, largest, 1.0)
-            v_scale = v_scale / largest
-        p = jnp.where(keys.visible, p * v_scale, 0.0) if mixed else p * v_scale
+        p = p * _token_scale(scales["v"], keys, program.head)
+        p = jnp.where(keys.visible, p, 0.0) if mixed else p
+        if compute == jnp.float16:
+            p, after = _into_unit(p)
     sums = [_weighted_sum(p, value, keys, compute, mixed) for value in v]
-    sums = sums if largest is None else [part * largest for part in sums]
+    sums = sums if after is None else [part * after for part in sums]
     return m_new, l, tuple(part * decay[:, None] + new for part, new in zip(acc, sums, strict=True))
+
+
+def _into_unit(p: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows of scaled probabilities over the largest of each, and that, f32[rows, 1]: float16 may not hold the scale.
+
+    Row by row, because what one row does not see must not change it.
+    """
+    size = jnp.abs(p)
+    largest = jnp.max(jnp.where(size < jnp.inf, size, 0.0), axis=1)[:, None]
+    largest = jnp.where(largest > 0, largest, 1.0)
+    return p / largest, largest
 
 
 def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: bool) -> jax.Array:
@@ -266,5 +273,5 @@ def _weighted_sum(p: jax.Array, v: jax.Array, keys: Keys, compute: Any, mixed: b
     finite = jnp.abs(v.astype(jnp.float32)) < jnp.inf
     clean = lowering.dot(p.astype(compute), jnp.where(finite, v, jnp.zeros_like(v)))
     sees = jnp.broadcast_to(keys.visible, p.shape).astype(jnp.bfloat16)
-    poisoned = lowering.dot(sees, jnp.where(finite, 0.0, 1.0).astype(jnp.bfloat16))
+    poisoned = lowering.dot(sees, (~finite).astype(jnp.bfloat16))
     return jnp.where(poisoned > 0, jnp.nan, clean)

@@ -61,9 +61,7 @@ def page_bounds_kernel(
     lax.fori_loop(0, rows, one_row, None)
 
 
-def page_bounds(
-    q: jax.Array, lo: jax.Array, hi: jax.Array, page_ids: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+def page_bounds(q: jax.Array, lo: jax.Array, hi: jax.Array, page_ids: jax.Array, *, interpret: bool) -> jax.Array:
     """Bounds of the scores of pages.
 
     q f32[B, Hkv, rows, D], scaled; lo, hi f32[N, Hkv, D]; page_ids i32[B, Hkv or 1, W]. Returns f32[B, Hkv, rows, W];

@@ -18,7 +18,6 @@ from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import (
     Program,
     Shape,
-    as_pairs,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -27,6 +26,7 @@ from pallas_kernels.decode_call import (
     to_tiles,
 )
 from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.pairs import as_pairs
 from pallas_kernels.positions import of_head, row_positions, true_positions, visibility
 
 
@@ -149,6 +149,5 @@ def paged_decode(
         shape=shape,
         launch=launch,
         out_dtype=out_dtype,
-        interpret=interpret,
     )
     return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), None

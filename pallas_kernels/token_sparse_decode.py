@@ -17,7 +17,6 @@ from pallas_kernels import lowering
 from pallas_kernels.config import INT32_MAX, Config, Launch
 from pallas_kernels.decode_call import (
     Shape,
-    as_pairs,
     decode_shape,
     from_tiles,
     launch_splits,
@@ -26,6 +25,7 @@ from pallas_kernels.decode_call import (
     to_tiles,
 )
 from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.pairs import as_pairs
 
 
 def token_sparse_decode_kernel(
@@ -105,7 +105,6 @@ def token_sparse_decode(
         launch=launch,
         out_dtype=out_dtype,
         scores_width=slots.shape[-1] if return_scores else None,
-        interpret=interpret,
     )
     scores = None if scores is None else from_tiles(scores, shape, q.shape)
     return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

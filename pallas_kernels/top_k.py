@@ -143,7 +143,7 @@ def _flat(size: int, warps: int) -> jax.Array:
 
 def _count(mask: jax.Array) -> jax.Array:
     """i32[]: float sums inside a thread, because they run at twice the rate of integer ones."""
-    return jnp.sum(jnp.sum(jnp.where(mask, 1.0, 0.0), axis=0).astype(jnp.int32), dtype=jnp.int32)
+    return jnp.sum(jnp.sum(mask.astype(jnp.float32), axis=0).astype(jnp.int32), dtype=jnp.int32)
 
 
 def to_keys(x: jax.Array) -> jax.Array:
@@ -233,7 +233,7 @@ def _last_equal(keys: jax.Array, place: jax.Array, first: jax.Array, found: Brac
 
     def halve(ends: Any) -> Any:
         low, high = ends
-        middle = (low + high) >> 1
+        middle = low + ((high - low) >> 1)
         enough = _count((keys >= found.lo) & (keys < found.hi) & (place <= middle)) >= wanted
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 

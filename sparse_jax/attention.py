@@ -1,7 +1,7 @@
 """Public attention operations over a paged KV cache: dense, chosen pages, chosen tokens.
 
-The way of a call: here (contract and names), `attention_call.py` (checks, dispatch, merge), then `pallas_kernels/` or
-`xla/`.
+The way of a call: here (contract and names), `attention_call.py` (checks, dispatch, sinks, cast), then
+`pallas_kernels/`, which merges its splits itself, or `xla/`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def paged_attention(
 
     q: [B, Hq, D] or [B, T, Hq, D], float32, bfloat16, float16 or float8_e4m3fn (widened to bfloat16, exactly). Row t is
     the token at position `length - T + t` and sees up to itself.
-    k_pages [N, Hkv, P, D], v_pages [N, Hkv, P, Dv]: the same dtypes; P a power of two.
+    k_pages [N, Hkv, P, D], v_pages [N, Hkv, P, Dv]: both of one of these dtypes; P a power of two.
     page_table: i32[B, W] or i32[B, Hkv, W] page ids; -1 is absent, and so is any id out of range.
     lengths: i32[B] or i32[B, Hkv] tokens in the cache, this step's included.
     q_positions: i32[B] or i32[B, T], other positions of the rows; -1 makes a padding row, which sees nothing.

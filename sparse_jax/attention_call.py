@@ -1,4 +1,4 @@
-"""What the attention operations share: checks, dispatch, merging and casting the result."""
+"""What the attention operations share: checks, dispatch, sinks and casting the result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Config
+from pallas_kernels.pairs import offsets_wrap
 from sparse_jax import dispatch
 from sparse_jax.dispatch import IMPLEMENTATIONS
 from sparse_jax.tuning import CallShape, Tuning
@@ -92,6 +93,10 @@ class Call:
         )
         require(
             heads % kv_heads == 0, f"Hq must be a multiple of Hkv, got Hq = {heads} (q) and Hkv = {kv_heads} (k_pages)"
+        )
+        require(
+            k_pages.dtype == v_pages.dtype,
+            f"k_pages and v_pages must have one dtype, got {k_pages.dtype} and {v_pages.dtype}",
         )
         require(
             page_size & (page_size - 1) == 0,
@@ -205,9 +210,7 @@ def _cache_scale(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | N
 def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
     """Why the kernels cannot read these pools, if so."""
     for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
-        # The lowering takes 64-bit offsets only above 2^32 bytes; between, a 32-bit offset of one-byte elements wraps.
-        # Of an even width the kernels read two-byte pairs.
-        if pool.dtype.itemsize == 1 and pool.shape[-1] % 2 and 2**31 < pool.size <= 2**32:
+        if offsets_wrap(pool):
             return (
                 f"{name} has {pool.size} one-byte elements in rows of {pool.shape[-1]}; of an odd width the kernel "
                 "cannot address between 2^31 and 2^32 of them. Make the width even, the pool smaller than 2^31 or "

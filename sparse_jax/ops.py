@@ -174,7 +174,7 @@ def _top_k(
         return ids.reshape(*scores.shape[:-1], k)
 
     refusal = None
-    if k > LARGEST_K:
+    if min(k, scores.shape[-1]) > LARGEST_K:
         refusal = f'the kernel of top_k finds at most {LARGEST_K} ids of a row, got k = {k}; use implementation="xla"'
     return dispatch.run(implementation, (scores, lengths), xla=meaning, kernel=kernel, refusal=refusal)
 

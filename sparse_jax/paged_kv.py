@@ -4,13 +4,13 @@ Who owns which page is the business of `sparse_jax.paging`; ids here are already
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import pallas_kernels
+from pallas_kernels.pairs import offsets_wrap
 from sparse_jax import dispatch
 
 
@@ -83,8 +83,7 @@ def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
     hold K pages, or let a GPU wait for the host: plain jnp is a loop over those there are, so a GPU has a kernel.
     """
     pools = kv.k, kv.v
-    # 32-bit offsets of single bytes would wrap there; of even pages the kernel copies pairs.
-    wraps = any(p.dtype.itemsize == 1 and math.prod(p.shape[2:]) % 2 and 2**31 < p.size <= 2**32 for p in pools)
+    wraps = any(offsets_wrap(pool.reshape(*pool.shape[:2], -1)) for pool in pools)
     refusal = "pages of an odd number of bytes in a pool between 2^31 and 2^32 bytes" if wraps else None
     kernel = pallas_kernels.copy_pages
     return PagedKV(*dispatch.run(None, (pools, sources, targets), xla=_copy_loop, kernel=kernel, refusal=refusal))

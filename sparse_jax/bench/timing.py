@@ -20,7 +20,7 @@ from sparse_jax.bench.profiler import KernelTime, Profile, profile
 L2_BYTES = 60 * 2**20  # H100 and H200
 MOST_SETS = 16
 LEAST_ROUNDS = 2
-# The more input sets rotate, the shorter a call is: starting a jit, which costs the host 0.2 ms and more, must not show.
+# The more input sets rotate, the shorter a call is: starting a jit, which costs the host 0.2 ms, must not show.
 LEAST_ROUNDS_PER_SET = 4
 # XLA launches the body of a scan as one CUDA graph if it holds at least five kernels, as that of a model's layers does.
 LEAST_CALLS_IN_BODY = 8

@@ -9,7 +9,15 @@ import pytest
 from pallas_kernels.config import WAVE, Config, choose_splits, resolve
 
 SHARED_MEMORY = 227 * 1024
-SHAPES = {"groups": 8, "rows": 4, "tokens": 4096, "key_width": 128, "value_width": 128, "dtype": jnp.bfloat16}
+SHAPES = {
+    "groups": 8,
+    "rows": 4,
+    "tokens": 4096,
+    "key_width": 128,
+    "value_width": 128,
+    "dtype": jnp.bfloat16,
+    "page_size": 64,
+}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
@@ -18,7 +26,7 @@ def test_launch_fits_the_hardware(dtype, widths):
     key_width, value_width = widths
     for groups, tokens, rows in itertools.product((1, 8, 64, 512, 65537), (16, 2048, 131072), (1, 4, 48, 2048)):
         shapes = {"groups": groups, "rows": rows, "tokens": tokens, "key_width": key_width, "value_width": value_width}
-        launch = resolve(None, **shapes, dtype=dtype)
+        launch = resolve(None, **shapes, dtype=dtype, page_size=64)
         stage = launch.block_tokens * sum(widths) * jnp.dtype(dtype).itemsize
         assert stage * launch.num_stages <= SHARED_MEMORY
         assert launch.block_tokens >= 16

@@ -70,7 +70,7 @@ def test_lowers_for_cuda(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("splits", "width"), [*SHAPES, (64, 256), (132, 64)])
+@pytest.mark.parametrize(("splits", "width"), [*SHAPES, (64, 256), (132, 64), (264, 128), (528, 512)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gpu(splits, width, dtype):
     check(splits, width, dtype, interpret=False)

@@ -11,7 +11,7 @@ from jax.experimental import checkify
 import sparse_jax
 from pallas_kernels import lowering
 from sparse_jax import Config
-from tests.attention_cases import CASES, OPS, call, invalid, make_inputs, poisoned
+from tests.attention_cases import CASES, OPS, call, invalid, make_inputs, poisoned, reference
 from tests.compare import assert_close, assert_same_bits
 
 EXACT = Config(exact=True)
@@ -170,6 +170,33 @@ def test_contract_5_value_scales_do_not_leave_the_range_of_float16(kind, size, i
         for v_scale in (scaled["v_scale"], x["v_scale"])
     )
     assert_close(got / size, unit, "float16")
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("size", [37.0, 3e30])
+def test_contract_4_a_scale_that_a_row_does_not_see_changes_no_bit_of_it(size, implementation):
+    """Finite, so that nothing filters it out: the last token's scale, which only the last row sees."""
+    case = dataclasses.replace(CASES["e4m3_token"], B=1, T=2, lengths=(40,), W=3)
+    x = make_inputs(case)
+    page, offset = x["page_table"].reshape(-1, case.W)[0, 39 // case.P], 39 % case.P
+    changed = {**x, "v_scale": x["v_scale"].at[page, :, offset].set(size)}
+    for config in (None, Config(block_tokens=64, splits=1)):
+        before, after = (
+            call("paged", case, y, implementation=implementation, config=config).out[:, 0] for y in (x, changed)
+        )
+        assert_same_bits(after, before)
+
+
+@pytest.mark.parametrize("implementation", BOTH)
+def test_contract_5_one_large_value_scale_leaves_the_other_keys_their_precision(implementation):
+    """Seen by the second row alone; the first sees scales of 1, in the same block."""
+    case = dataclasses.replace(CASES["e4m3_token"], B=1, T=2, lengths=(64,), W=4)
+    x = make_inputs(case)
+    page = x["page_table"].reshape(-1, case.W)[0, 3]
+    scales = jnp.ones_like(x["v_scale"]).at[page, :, case.P - 1].set(1e6)
+    x = {**x, "v_scale": scales}
+    got = call("paged", case, x, implementation=implementation, config=Config(block_tokens=64, splits=1))
+    assert_close(got.out, reference("paged", case, x).out, "bfloat16")
 
 
 def test_contract_5_arithmetic_is_float32():

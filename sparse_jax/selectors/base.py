@@ -109,7 +109,8 @@ class Selector:
         """One decode step: choose pages, attend to them.
 
         q [B, T, Hq, D] or [B, Hq, D]; k_pages, v_pages: the flattened pools [planes * N, Hkv, P, D]; `options` go to
-        `paged_attention` or `page_sparse_attention`.
+        `paged_attention` or `page_sparse_attention`: an `implementation` among them governs the attention only, the
+        choice of pages runs what the platform has.
         """
         require(jnp.ndim(k_pages) == 4, f"k_pages must be [planes * N, Hkv, P, D], got {list(jnp.shape(k_pages))}")
         kv_heads, page_size = k_pages.shape[1:3]

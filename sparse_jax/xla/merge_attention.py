@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys. Kernel and plain-jnp results meet here."""
+"""Merging attention over disjoint sets of keys, in plain jnp."""
 
 from __future__ import annotations
 

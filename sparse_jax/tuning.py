@@ -32,7 +32,11 @@ class TuningWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What a measured setting belongs to: everything static in a call that its speed depends on."""
+    """What a measured setting belongs to: the shapes and dtypes of a call.
+
+    It leaves out what else is static and may change the speed: `window`, `return_weights`, which kinds of scales and
+    which positions are given.
+    """
 
     operation: str  # name of the public function
     batch: int  # B

@@ -24,7 +24,13 @@ COLORS = {
     "select + page-sparse": "tab:green",
     "select + token-sparse": "tab:red",
 }
-PEERS = {"jax paged_attention": "v", "torch SDPA, contiguous": "^", "jax cudnn, contiguous": "<", "xla": "x"}
+PEERS = {
+    "jax paged_attention": "v",
+    "torch SDPA, contiguous": "^",
+    "jax cudnn, contiguous": "<",
+    "tokamax, contiguous": ">",
+    "xla": "x",
+}
 
 
 def draw(runs: dict[str, Any], folder: Path) -> list[Path]:
@@ -98,7 +104,8 @@ def speedup_by_kept(run: dict[str, Any]) -> Figure:
                 for case, row in _measured(run)
                 if (case["batch"], case["context"], row["op"]) == (batch, context, op)
             )
-            axes.plot(*zip(*points), style, marker="o", markersize=3, color=COLORS[op], label=f"{op}, B {batch}")
+            if points:
+                axes.plot(*zip(*points), style, marker="o", markersize=3, color=COLORS[op], label=f"{op}, B {batch}")
             fractions.update(fraction for fraction, _ in points)
     ideal = sorted(fractions)
     axes.plot(ideal, [1 / fraction for fraction in ideal], color="black", linewidth=0.8, label="1 / fraction")

@@ -64,10 +64,3 @@ def profile(run: Callable[[], Any], calls: int = 1, runs: int = 3) -> Profile:
         for name, nanoseconds in total.most_common()
     }
     return Profile(kernels, {name: count * per_call for name, count in host.most_common()})
-
-
-def kernel_times(step: Callable[..., Any], *args: Any, runs: int = 20) -> Profile:
-    """Compiles `step(*args)` and profiles it alone, for a look at what its kernels cost."""
-    compiled = jax.jit(step)
-    jax.block_until_ready(compiled(*args))
-    return profile(lambda: compiled(*args), runs=runs)

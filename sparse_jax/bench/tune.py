@@ -125,6 +125,13 @@ def select_shapes(
             )
         if shape.q_heads % shape.kv_heads:
             raise ValueError(f"--q-heads must be a multiple of --kv-heads, got {shape.q_heads} and {shape.kv_heads}")
+        if shape.kept_tokens > shape.context:
+            raise ValueError(f"--kept-tokens must be at most the context, got {shape.kept_tokens} of {shape.context}")
+        if shape.kept_pages > shape.pages_per_request:
+            raise ValueError(
+                f"--kept-pages must be at most the pages of the context, got {shape.kept_pages} of "
+                f"{shape.pages_per_request}"
+            )
     return shapes
 
 

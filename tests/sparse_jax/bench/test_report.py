@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sparse_jax.bench import attention, cases, readme, report
+from sparse_jax.bench import attention, cases, peers, readme, report
 from sparse_jax.bench.command import bench, file_name, parse_config
 from tests.sparse_jax.bench.shapes import TINY, TINY_STEP, example, result, row
 
@@ -175,6 +175,19 @@ def test_plots_are_the_same_each_time(documented):
     first = path.read_bytes()
     readme.main(documented)
     assert path.read_bytes() == first
+
+
+def test_speedup_of_a_run_with_dense_rows_alone():
+    plots = pytest.importorskip("sparse_jax.bench.plots")
+    run = h200_runs()["attention"]
+    dense = run | {"rows": [row for row in run["rows"] if row["op"] == "dense"]}
+    labels = [line.get_label() for line in plots.speedup_by_kept(dense).axes[0].get_lines()]
+    assert labels == ["1 / fraction"]
+
+
+def test_every_dense_peer_has_a_marker():
+    plots = pytest.importorskip("sparse_jax.bench.plots")
+    assert set(peers.DENSE) <= set(plots.PEERS)
 
 
 def test_speedup_is_dense_over_sparse():

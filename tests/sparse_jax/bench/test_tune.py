@@ -286,6 +286,8 @@ def test_shapes_come_by_name_and_by_number():
     given = tune.select_shapes([], [2, 3], {"context": 4096, "page_size": 16}, quick=False)
     assert [(case.batch, case.context, case.page_size) for case in given] == [(2, 4096, 16), (3, 4096, 16)]
     assert len({case.name for case in given}) == 2
+    (everything,) = tune.select_shapes([], [], {"context": 4096, "kept_tokens": 4096, "kept_pages": 64}, quick=False)
+    assert (everything.kept_tokens, everything.kept_pages) == (4096, 64)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +299,8 @@ def test_shapes_come_by_name_and_by_number():
         ([], {"page_size": 48}, "power of two"),
         ([], {"context": 100}, "divide the context, got 64 and a context of 100"),
         ([], {"kv_heads": 5}, "multiple of --kv-heads, got 32 and 5"),
+        ([], {"context": 4096, "kept_tokens": 4097}, "--kept-tokens must be at most the context, got 4097 of 4096"),
+        ([], {"context": 4096, "kept_pages": 65}, "--kept-pages must be at most .*, got 65 of 64"),
     ],
 )
 def test_what_makes_no_shape_is_refused(names, numbers, message):

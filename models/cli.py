@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 TRACEBACK = "SPARSE_JAX_TRACEBACK"
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}  # to a command of the library, by `pass_on`
 
 
 class Implementation(enum.StrEnum):
@@ -39,6 +40,13 @@ class Implementation(enum.StrEnum):
 def main() -> None:
     """The entry point of the installed script."""
     app()
+
+
+def pass_on(command: Callable[..., None], context: typer.Context) -> None:
+    """Runs a command of the library, which reads its own options, --help among them."""
+    library = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    library.command()(command)
+    library(context.args, prog_name=context.command_path)
 
 
 def explained(command: Callable[..., None]) -> Callable[..., None]:
@@ -215,16 +223,6 @@ def info() -> None:
     console.print(table)
     for hint in found["hints"]:
         console.print(f"[yellow]Note:[/] {escape(hint)}", highlight=False)
-
-
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-
-def pass_on(command: Callable[..., None], context: typer.Context) -> None:
-    """Runs a command of the library, which reads its own options, --help among them."""
-    library = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-    library.command()(command)
-    library(context.args, prog_name=context.command_path)
 
 
 @app.command(add_help_option=False, context_settings=PASSED_ON)

@@ -53,7 +53,7 @@ class CompactedState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PromptRoom:
+class PromptReservation:
     """Where the kept tokens of a prompt go. Good until the pages change hands or the requests grow."""
 
     reservation: Reservation
@@ -79,7 +79,7 @@ def query_positions(state: CompactedState, rows: int = 1) -> jax.Array:
 
 def reserve_prompt(
     state: CompactedState, prompt_lengths: jax.Array, kept: jax.Array, width: int
-) -> tuple[CompactedState, PromptRoom]:
+) -> tuple[CompactedState, PromptReservation]:
     """Room for kept[b] <= width of the next prompt_lengths[b] tokens of each request b; all or nothing for each.
 
     prompt_lengths, kept i32[B]. The request's length grows by `kept`, its next token comes prompt_lengths later. A
@@ -96,11 +96,11 @@ def reserve_prompt(
     granted = reservation.slots[:, 0] >= 0
     left_out = state.left_out + jnp.where(granted, prompt_lengths - kept, 0)
     key_positions = _follow_copies(state.key_positions, paged, reservation)
-    return CompactedState(paged, key_positions, left_out), PromptRoom(reservation, start, prompt_lengths)
+    return CompactedState(paged, key_positions, left_out), PromptReservation(reservation, start, prompt_lengths)
 
 
 def write_prompt(
-    state: CompactedState, plane: jax.Array, room: PromptRoom, token_ids: jax.Array, k: jax.Array, v: jax.Array
+    state: CompactedState, plane: jax.Array, room: PromptReservation, token_ids: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[CompactedState, jax.Array]:
     """Write the kept tokens of one plane: place j of a KV head gets key and value of its j-th token id.
 

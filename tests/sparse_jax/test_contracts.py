@@ -234,6 +234,7 @@ def test_contract_7_duplicates_count_as_often_as_they_appear(op, implementation)
         ({"q": jnp.zeros((8, 64))}, r"q must be \[B, Hq, D\] .*got \[8, 64\]"),
         ({"k_pages": jnp.zeros((12, 2, 12, 64)), "v_pages": jnp.zeros((12, 2, 12, 64))}, "power of two, got 12"),
         ({"v_pages": jnp.zeros((11, 2, 16, 64))}, r"v_pages must have the shape .*got \[11"),
+        ({"v_pages": jnp.zeros((12, 2, 16, 64), jnp.bfloat16)}, "one dtype, got float32 and bfloat16"),
         ({"page_table": jnp.zeros((3, 5), jnp.int32)}, r"page_table must have the shape .*got \[3, 5\]"),
         ({"page_table": jnp.zeros((2, 5))}, "page_table must hold integers, got float32"),
         ({"lengths": jnp.zeros((3,), jnp.int32)}, r"lengths must have the shape .*got \[3\]"),

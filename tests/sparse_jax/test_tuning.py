@@ -279,7 +279,7 @@ def test_a_call_finds_the_entry_of_its_shape(op, case):
         cache_dtype=case.cache_dtype or case.dtype,
         q_dtype=case.dtype,
     )
-    config = Config(splits=3, block_tokens=16)
+    config = Config(splits=4, block_tokens=16)
     tuning = Tuning(entries=((shape, config),))
 
     def run(config):

@@ -106,8 +106,8 @@ def launch_splits(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The one `pallas_call` of a decode kernel, and the merge of its splits.
 
-    Returns out [groups, Hkv, rows, Dv] of out_dtype,
-    lse f32[groups, Hkv, rows] and scores, None or f32[groups, Hkv, rows, scores_width].
+    Returns out [groups, Hkv, rows, Dv] of out_dtype, lse f32[groups, Hkv, rows] and scores, None or f32[groups, Hkv,
+    rows, scores_width].
     """
     parts = (launch.splits, shape.groups, shape.kv_heads, shape.rows)
     out_shape = [

@@ -138,7 +138,8 @@ def top_k(
     -1; of equal scores the lowest ids are kept. NaN and -inf are masked and never chosen; +0 and -0 are equal; denormal
     numbers count. Ids have no derivative: nothing flows back into scores, whatever the implementation.
     Raises ValueError for a k below 1, another order, or lengths of another shape, and NotImplementedError where the
-    kernel is asked for a k above 8,192. Source: our own kernel, a tournament of chunks in `pallas_kernels/top_k.py`.
+    kernel is asked for more than 8,192 ids of a row. Source: our own kernel, a tournament of chunks in
+    `pallas_kernels/top_k.py`.
     """
     scores = as_array("scores", scores)
     require(

@@ -16,23 +16,12 @@ from pallas_kernels.lowering import lower_for_cuda
 from sparse_jax import Config, Tuning, load_tuning
 from sparse_jax.bench import inputs, timing, tune, tuner
 from sparse_jax.bench.attention import OPS
-from sparse_jax.bench.cases import ATTENTION, DecodeShape
+from sparse_jax.bench.cases import ATTENTION
 from sparse_jax.bench.tuner import MARGIN, OWN, Outcome, candidates, own_launch, search
 from sparse_jax.tuning import CallShape, Machine, make_entry, read_entries, save_entries
+from tests.sparse_jax.bench import shapes
 
-TINY = DecodeShape(
-    name="tiny",
-    batch=2,
-    context=64,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=16,
-    page_size=8,
-    kept_tokens=32,
-    kept_pages=4,
-    dtype="float32",
-    pool_bytes=0,
-)
+TINY = dataclasses.replace(shapes.TINY, kept_tokens=32, kept_pages=4)
 TUNED = {op.name: op for op in OPS if op.name.partition(",")[0] in tune.OPERATIONS}
 SHAPES = [
     CallShape(

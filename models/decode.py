@@ -2,8 +2,8 @@
 
 Each step writes the new token's keys and values into every plane and attends through a selector:
 
-    reserve room for one token of each request           (lengths grow here)
-    for each plane: write k, v; tell the selector; let it attend
+    the selector reserves room for one token of each request           (lengths grow here)
+    for each plane: it stores k and v, chooses what to read, attends
     logits of the exit loop
 
 `decode_chunk` is a `lax.scan` of such steps with sampling between them, jit-compiled by its caller.
@@ -21,7 +21,7 @@ from models.exit_gate import select_exit
 from models.ouro import Ouro, OuroOutput
 from models.sampling import GREEDY, Sampling, sample
 from sparse_jax import paging
-from sparse_jax.paging import PagedState, Reservation
+from sparse_jax.paging import PagedState
 from sparse_jax.selectors import Attended, Selector
 
 AttendPlane = Callable[..., Attended]
@@ -29,9 +29,8 @@ AttendPlane = Callable[..., Attended]
 
 
 def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
-    """The default `AttendPlane`: the selector chooses and attends, alike in every plane."""
-    del plane
-    return selector.attend(state, q, k_pages, v_pages, view, **options)
+    """The default `AttendPlane`: the selector chooses and attends."""
+    return selector.attend(state, q, k_pages, v_pages, view, plane=plane, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class StepOutput(NamedTuple):
     """What one step of a chunk tells the host."""
 
     tokens: jax.Array  # i32[B] the new token; -1 where there is none (done, stopped here, or out of pages)
-    lengths: jax.Array  # i32[B] tokens in the cache that a dense step reads; 0 where the request took no part
+    lengths: jax.Array  # i32[B] tokens that the request has had, as a dense step reads; 0 where it took no part
     tokens_read: jax.Array  # i32[planes, B]
     exit_loop: jax.Array  # i32[B], -1 where the request took no part
     stale: jax.Array  # i32[]
@@ -104,12 +103,11 @@ def prefill(
     of each prompt (undefined for a count of 0). A request that finds no room stays empty and gets its status in
     `paged.table`. tokens_read counts nothing here.
     """
-    paged, reservation = paging.reserve(paged, counts, tokens.shape[1])
-    selector_state = selector.copy(selector_state, *paging.flat_copies(paged, reservation))
+    paged, selector_state, room = selector.reserve_prompt(paged, selector_state, counts, tokens.shape[1])
 
     def attend(plane, q, k, v, cache):
-        cache = _write(plane, k, v, cache, reservation, selector)
-        return model.causal(plane, q, k, v, cache)
+        stored = selector.store_prompt(cache.paged, cache.selector, plane, room, q, k, v)
+        return model.causal(plane, q, k, v, cache.after(stored))
 
     def last(h):  # [B, S, H] -> [B, 1, H]
         return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
@@ -133,25 +131,25 @@ def decode_step(
     exit_step: int | None = None,
     attend: AttendPlane = attend_by_selector,
 ) -> DecodeOutput:
-    """One token of each request: tokens i32[B] at positions i32[B], the lengths of the requests; -1 = takes no part.
+    """One token of each request: tokens i32[B] at positions i32[B] (`next_positions`); -1 = takes no part.
 
     A request that takes no part changes nothing, reads nothing, and its logits are undefined. So are those of a request
     that finds no page; its length, pages and keys stay, and `paged.table.status` says why. All loops are computed; the
     exit only selects whose hidden state gives the logits.
     """
     takes_part = positions >= 0
-    paged, reservation = paging.reserve(paged, takes_part.astype(jnp.int32), 1)
-    selector_state = selector.copy(selector_state, *paging.flat_copies(paged, reservation))
+    paged, selector_state, room = selector.reserve(paged, selector_state, takes_part.astype(jnp.int32), 1)
 
     def attend_plane(plane, q, k, v, cache):
-        cache = _write(plane, k, v, cache, reservation, selector)
+        cache = cache.after(selector.store(cache.paged, cache.selector, plane, room, k, v))
         view = paging.view(cache.paged, plane)
         view = dataclasses.replace(view, lengths=jnp.where(takes_part, view.lengths, 0))
         k_pages, v_pages = paging.flat(cache.paged.kv)
         options = {"implementation": implementation}
-        output, state, read = attend(selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
-        reads = cache.reads.at[plane].set(read.sum(axis=-1, dtype=jnp.int32))
-        return output.out, cache._replace(selector=state, reads=reads, stale=cache.stale + view.stale)
+        attended = attend(selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
+        reads = cache.reads.at[plane].set(attended.tokens_read.sum(axis=-1, dtype=jnp.int32))
+        cache = cache._replace(selector=attended.state, reads=reads, stale=cache.stale + view.stale)
+        return attended.output.out, cache
 
     cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
     output, cache = model.loops(tokens[:, None], positions[:, None], attend_plane, cache)
@@ -166,15 +164,14 @@ class _Cache(NamedTuple):
     reads: jax.Array  # i32[planes, B]
     stale: jax.Array  # i32[]
 
+    def after(self, stored: tuple[PagedState, Any, jax.Array]) -> "_Cache":
+        """With what `Selector.store` returned."""
+        paged, selector, stale = stored
+        return self._replace(paged=paged, selector=selector, stale=self.stale + stale)
+
 
 def _no_reads(paged: PagedState) -> jax.Array:
     return jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
-
-
-def _write(plane, k, v, cache: _Cache, reservation: Reservation, selector: Selector) -> _Cache:
-    paged, stale = paging.write(cache.paged, plane, reservation, k, v)
-    state = selector.write(cache.selector, k, paging.flat_slots(paged, plane, reservation))
-    return cache._replace(paged=paged, selector=state, stale=cache.stale + stale)
 
 
 def _decode_output(model: Ouro, output: OuroOutput, cache: _Cache, threshold, step) -> DecodeOutput:
@@ -243,7 +240,7 @@ def decode_chunk(
         out = decode_step(
             model,
             state.tokens,
-            jnp.where(takes_part, state.paged.table.lengths, -1),
+            jnp.where(takes_part, options.selector.next_positions(state.paged, state.selector), -1),
             state.paged,
             options.selector,
             state.selector,
@@ -255,7 +252,8 @@ def decode_chunk(
         ready = takes_part & (out.paged.table.status == paging.OK)
         state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state)
         state, emitted = _choose(out.logits, state, ready, options)
-        lengths = jnp.where(ready, out.paged.table.lengths, 0)
+        had = options.selector.next_positions(out.paged, out.selector_state)
+        lengths = jnp.where(ready, had, 0)
         read = jnp.where(ready, out.tokens_read, 0)
         return state, StepOutput(emitted, lengths, read, jnp.where(ready, out.exit_loop, -1), out.stale)
 

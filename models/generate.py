@@ -103,7 +103,8 @@ def generate(
     )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
     # The last token of a request is sampled, but never written.
-    needed = [-(-(len(prompt) + limit - 1) // page_size) for prompt, limit in zip(ids, limits)]
+    held = [options.selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
+    needed = [-(-tokens // page_size) for tokens in held]
     paged = paging.create(
         planes=config.planes,
         pages=_rounded_up(sum(needed)) if pages is None else pages,
@@ -220,7 +221,8 @@ class Generation:
         When none did, the status of every request that wants pages says so.
         """
         waiting = self._waiting()
-        pages = [-(-len(prompt) // self.state.paged.kv.page_size) for prompt in self.prompts]
+        held = [self.options.selector.tokens_held(len(prompt), len(prompt)) for prompt in self.prompts]
+        pages = [-(-tokens // self.state.paged.kv.page_size) for tokens in held]
         if np.any(waiting & (np.array(pages) <= int(self.state.paged.pool.free_count))):
             return self._prefill()
         if np.any(np.asarray(self.state.started) & ~np.asarray(self.state.done)):

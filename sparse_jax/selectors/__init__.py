@@ -4,16 +4,18 @@
 """
 
 from sparse_jax.selectors.base import Attended as Attended
-from sparse_jax.selectors.base import Pages as Pages
-from sparse_jax.selectors.base import PageSelector as PageSelector
 from sparse_jax.selectors.base import Selector as Selector
 from sparse_jax.selectors.base import get as get
 from sparse_jax.selectors.base import names as names
 from sparse_jax.selectors.base import register as register
-from sparse_jax.selectors.base import tokens_read as tokens_read
+from sparse_jax.selectors.base import share as share
 
 # One line per selector; importing its file registers its name.
 from sparse_jax.selectors.dense import Dense as Dense
+from sparse_jax.selectors.pages import PageSelector as PageSelector
 from sparse_jax.selectors.quest import Envelope as Envelope
 from sparse_jax.selectors.quest import Quest as Quest
+from sparse_jax.selectors.views import Pages as Pages
+from sparse_jax.selectors.views import positions_read as positions_read
+from sparse_jax.selectors.views import tokens_read as tokens_read
 from sparse_jax.selectors.window import Window as Window

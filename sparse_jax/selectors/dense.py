@@ -16,6 +16,8 @@ from sparse_jax.selectors.base import Selector, register
 class Dense(Selector):
     """Reads everything. The common options have no effect; they are accepted so that methods are exchanged by name."""
 
-    def select(self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int) -> None:
+    def select(
+        self, state: Any, q: jax.Array, view: PageView, *, kv_heads: int, page_size: int, plane: Any = 0
+    ) -> None:
         """None: dense attention."""
-        del state, q, view, kv_heads, page_size
+        del state, q, view, kv_heads, page_size, plane

@@ -27,7 +27,9 @@ import jax.numpy as jnp
 import pallas_kernels
 from sparse_jax import dispatch, xla
 from sparse_jax.paging import PagedKV
-from sparse_jax.selectors.base import Pages, PageSelector, register
+from sparse_jax.selectors.base import register
+from sparse_jax.selectors.pages import PageSelector
+from sparse_jax.selectors.views import Pages
 from sparse_jax.validation import as_array, as_ids, require
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse_jax.selectors.base import DEFAULT_BUDGET, Pages, PageSelector, register
+from sparse_jax.selectors.base import DEFAULT_BUDGET, register
+from sparse_jax.selectors.pages import PageSelector
+from sparse_jax.selectors.views import Pages
 
 
 @register("window")
@@ -21,11 +23,11 @@ class Window(PageSelector):
     `window=` as well to cut at the token.
     """
 
-    def token_options(self) -> tuple[int, int, int]:
+    def token_options(self) -> tuple[Any, int, int]:
         """See `PageSelector.token_options`."""
         if self.recent is None:
-            return self.budget or DEFAULT_BUDGET, self.sinks, 1
-        return self.budget or 1, self.sinks, self.recent
+            return DEFAULT_BUDGET if self.budget is None else self.budget, self.sinks, 1
+        return 1 if self.budget is None else self.budget, self.sinks, self.recent
 
     def score(self, state: Any, q: jax.Array, pages: Pages) -> jax.Array:
         """The later the better."""

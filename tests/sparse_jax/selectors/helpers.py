@@ -97,4 +97,4 @@ def chosen(indices):
     return sets
 
 
-PAGE_SELECTORS = [name for name in selectors.names() if name != "dense"]
+PAGE_SELECTORS = [name for name in selectors.names() if isinstance(selectors.get(name), selectors.PageSelector)]

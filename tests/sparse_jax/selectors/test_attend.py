@@ -78,7 +78,7 @@ def test_attend_is_select_then_attention(name, rows):
     cache = make_cache([61, 0, 30], page_size=4, table_width=16)
     q = queries(3, rows, 6)
     selector = selectors.get(name, budget=16, sinks=1, recent=2)
-    output, state, read = run(selector, cache, q)
+    output, state, read, _ = run(selector, cache, q)
     pages = selector.select(filled(selector, cache), q, cache.view, kv_heads=2, page_size=4)
     arguments = (q, *paging.flat(cache.kv), *cache.view)
     if name == "dense":

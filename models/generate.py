@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, prefill_batch
-from models.ouro import Ouro
+from models.interface import LoopedModel
 from models.sampling import GREEDY, Sampling, request_keys
 from sparse_jax import paging
 from sparse_jax.selectors import Dense, Selector
@@ -63,7 +63,7 @@ class Stats:
 
 
 def generate(
-    model: Ouro,
+    model: LoopedModel,
     prompts: Sequence[Sequence[int]],
     *,
     selector: Selector | None = None,
@@ -163,7 +163,9 @@ class Generation:
     lost: after `release` of some requests, the ended ones too, iterate again.
     """
 
-    def __init__(self, model: Ouro, prompts: list[list[int]], state: DecodeState, options: DecodeOptions, chunk: int):
+    def __init__(
+        self, model: LoopedModel, prompts: list[list[int]], state: DecodeState, options: DecodeOptions, chunk: int
+    ):
         self.prompts, self.state, self.options, self.chunk = prompts, state, options, chunk
         self.tokens: list[list[int]] = [[] for _ in prompts]
         """What each request has generated so far, without the stop token."""

@@ -18,18 +18,16 @@ Source: Ouro, arXiv 2510.25741 and its published modelling code (facts only).
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Cache = Any
-"""Whatever the attention of one call threads through the planes: `()`, a `DecodeCache`, ..."""
+from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
+from models.layers import RMSNorm, check_sizes, rotary
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
-"""(plane i32[], q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], cache) -> (out [B, S, Hq, D], cache)"""
+OuroOutput = LoopOutput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,13 +74,7 @@ class OuroConfig:
             "num_kv_heads",
             "head_dim",
         )
-        for name in (*sizes, "loops", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        check_sizes(self, *sizes, "loops", "max_positions")
         if self.exit_step is not None and not 0 <= self.exit_step < self.loops:
             raise ValueError(f"exit_step must be a loop from 0 to {self.loops - 1}, got {self.exit_step}")
 
@@ -119,40 +111,6 @@ class OuroConfig:
             gate_bias=-1.0,
         )
         return cls(**(sizes | heads | {"bos_id": 256, "stop_ids": (257,), "init": init} | changes))
-
-
-class OuroOutput(NamedTuple):
-    """What the loops computed for every token."""
-
-    hidden: jax.Array  # [U, B, S, H] in the compute dtype, after the final norm of each loop
-    gate_logits: jax.Array  # f32[U, B, S], g_u of the exit gate
-
-
-class RMSNorm(nnx.Module):
-    """The norm x / rms(x) * weight; the statistics are float32, the product is taken in the dtype of x."""
-
-    def __init__(self, width: int, *, value: float, eps: float, param_dtype):
-        self.weight = nnx.Param(jnp.full((width,), value, param_dtype))  # [H]
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [..., H] over its last axis."""
-        x32 = x.astype(jnp.float32)
-        normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return normal.astype(x.dtype) * self.weight[...].astype(x.dtype)
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotate the two halves of the last axis by the angle of each position.
-
-    x [B, S, heads, D]; positions i32[B, S]. Angles are float32; cos and sin are rounded to the dtype of x.
-    """
-    half = x.shape[-1] // 2
-    inverse_frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[:, :, None, None] * inverse_frequency  # [B, S, 1, D / 2]
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def matrix(key: jax.Array, shape: tuple[int, int], std: float, init: InitConfig, param_dtype) -> nnx.Param:
@@ -285,13 +243,13 @@ class Ouro(nnx.Module):
         positions: jax.Array,
         attend: Attend,
         cache: Cache,
-        keep: Callable[[jax.Array], jax.Array] = lambda h: h,
-    ) -> tuple[OuroOutput, Cache]:
+        keep: Keep = keep_all,
+    ) -> tuple[LoopOutput, Cache]:
         """Run all loops with the given attention; every forward, prefill and decode step comes through here.
 
         tokens, positions i32[B, S]. `attend` is called once per plane, in the order of the planes, with the plane as a
         traced i32[] (the loops are one `lax.scan`), and threads `cache` on. `keep` picks the tokens whose result is
-        wanted from h [B, S, H], all by default. Returns (OuroOutput of the kept tokens, new cache).
+        wanted from h [B, S, H], all by default. Returns (LoopOutput of the kept tokens, new cache).
         """
         layers = self.config.num_layers
 
@@ -304,13 +262,13 @@ class Ouro(nnx.Module):
 
         loops = jnp.arange(self.config.loops, dtype=jnp.int32)
         (_, cache), (hidden, gate_logits) = jax.lax.scan(loop, (self.embed(tokens), cache), loops)
-        return OuroOutput(hidden, gate_logits), cache
+        return LoopOutput(hidden, gate_logits), cache
 
     def causal(self, plane, q, k, v, cache: Cache) -> tuple[jax.Array, Cache]:
         """Dense causal attention inside the sequence itself; an `Attend` that leaves the cache alone."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention), cache
 
-    def forward(self, tokens: jax.Array) -> OuroOutput:
+    def forward(self, tokens: jax.Array) -> LoopOutput:
         """Full causal forward of tokens i32[B, S] at positions 0 .. S-1, all loops, without a cache.
 
         Right padding changes nothing before it. Returns hidden [U, B, S, H] and gate_logits f32[U, B, S].

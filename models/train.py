@@ -10,7 +10,6 @@ On a GPU use XLA_FLAGS=--xla_gpu_enable_triton_gemm=false (shorter compilation);
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -89,9 +88,11 @@ def build(config: TrainConfig) -> Ouro:
     }
     if config.start_from is None:
         return Ouro(config.model, rngs=nnx.Rngs(config.seed), **options)
-    found, model = checkpoints.load(config.start_from, **options)
-    if dataclasses.replace(found, init=config.model.init) != config.model:
+    found = checkpoints.read_config(checkpoints.resolve(config.start_from))
+    if found != config.model:
         raise ValueError(f"{config.start_from} holds {found}, the run is for {config.model}")
+    _, model = checkpoints.load(config.start_from, **options)
+    assert isinstance(model, Ouro)
     return model
 
 

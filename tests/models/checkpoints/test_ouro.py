@@ -219,7 +219,7 @@ def test_cut_file_is_named(tmp_path, tensors):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "llama"}, "model_type = 'llama'"),
+        ({"model_type": "mistral"}, "model_type = 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn'"),

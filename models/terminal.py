@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from models import checkpoints, tokenizers
+from models import chat, checkpoints, tokenizers
 from models.generate import Chunk, Generation, Stats, generate
 from models.prompts import Prompts
 from models.sampling import Sampling
@@ -24,7 +24,8 @@ def run(
     *,
     model: str,
     method: str,
-    budget: int,
+    budget: int | float,
+    chat_template: bool,
     max_tokens: int,
     sampling: Sampling,
     seed: int,
@@ -33,6 +34,7 @@ def run(
 ) -> Stats:
     """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
 
+    chat_template: the prompts are messages to a model that was trained to chat.
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
     if implementation == "triton" and jax.default_backend() != "gpu":
@@ -41,14 +43,22 @@ def run(
             "use auto, xla or (slow, for tests) interpret"
         )
     selector = selectors.get(method, budget=budget)
+    place = checkpoints.resolve(model)
+    tokenizer = tokenizers.for_folder(place)
+    texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
+    encoded = [tokenizer.encode(text) for text in texts]
     config, network = checkpoints.load(model)
-    tokenizer = tokenizers.for_folder(checkpoints.resolve(model))
-    encoded = [tokenizer.encode(text) for text in prompts.texts]
+    if tokenizer.vocab_size > config.vocab_size or (
+        isinstance(tokenizer, tokenizers.ByteTokenizer) and tokenizer.vocab_size != config.vocab_size
+    ):
+        raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
     console = Console(stderr=True, highlight=False)
-    reads = "the whole KV cache" if method == "dense" else f"about {budget} tokens of the KV cache ({method})"
+    layers = (
+        f"{config.loops} loops of {config.num_layers} layers" if config.loops > 1 else f"{config.num_layers} layers"
+    )
     console.print(
-        f"[dim]{escape(model)}, {config.loops} loops of {config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {reads}[/]",
+        f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
+        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget)}[/]",
         soft_wrap=True,
     )
     generation = generate(
@@ -76,6 +86,14 @@ def run(
     stats = generation.stats()
     console.print(f"[dim]{escape(closing_line(stats))}[/]", soft_wrap=True)
     return stats
+
+
+def share_read(method: str, budget: int | float) -> str:
+    """What each step reads of the cache, in words."""
+    if method == "dense":
+        return "the whole KV cache"
+    amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
+    return f"about {amount} of the KV cache ({method})"
 
 
 def show_stream(chunks: Iterable[Chunk], tokenizer: tokenizers.Tokenizer) -> str:

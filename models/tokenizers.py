@@ -1,13 +1,17 @@
-"""Text to ids and back: plain bytes for ouro-tiny, a `tokenizer.json` for released checkpoints.
+"""Text to ids and back: plain bytes for ouro-tiny, byte-level BPE for released checkpoints.
 
 Both tokenizers offer `encode(text) -> list[int]`, `decode(ids) -> str` and `stream() -> TextStream` for text that
-arrives in pieces. Which ids end a text is known to the model (`OuroConfig.stop_ids`), not to the tokenizer.
+arrives in pieces. Which ids end a text is known to the model (`stop_ids` of its configuration), not to the tokenizer.
 """
 
 import codecs
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from models.checkpoints import gguf_files, gguf_tokenizer
 
 
 class TextStream(Protocol):
@@ -70,42 +74,44 @@ class ByteStream:
         return self.decoder.decode(b"", final=True)
 
 
-class HubTokenizer:
-    """A byte-level BPE from a `tokenizer.json`, through the optional package `tokenizers`.
+class SubwordTokenizer:
+    """A byte-level BPE, or whatever else the package `tokenizers` reads."""
 
-    Raises FileNotFoundError without the file and ImportError, with the command that helps, without the package.
-    """
+    def __init__(self, fast: Any):
+        self.fast = fast
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
 
-    def __init__(self, path: str | Path):
+    @classmethod
+    def from_file(cls, path: str | Path) -> "SubwordTokenizer":
+        """From a `tokenizer.json` or a GGUF file.
+
+        Raises FileNotFoundError without the file and CheckpointError for a GGUF file with another kind of tokenizer.
+        """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
-        try:
-            from tokenizers import Tokenizer as FastTokenizer
-        except ImportError as error:
-            raise ImportError(
-                "reading a tokenizer.json needs the package 'tokenizers': pip install 'sparse-jax[hub]'"
-            ) from error
-        self.fast: Any = FastTokenizer.from_file(str(path))
-        self.vocab_size: int = self.fast.get_vocab_size(with_added_tokens=True)
+        if path.suffix == ".gguf":
+            return cls(gguf_tokenizer.tokenizer(gguf_files.open_gguf(path)))
+        return cls(FastTokenizer.from_file(str(path)))
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text; special tokens written out in it (`<|im_start|>`) become their ids."""
-        return self.fast.encode(text).ids
+        # Bytes of a file or argument that were not UTF-8 have no token here: replacement characters.
+        return self.fast.encode(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without special tokens."""
         return self.fast.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self) -> "HubStream":
+    def stream(self) -> "SubwordStream":
         """A decoder for text that arrives in pieces."""
-        return HubStream(self)
+        return SubwordStream(self)
 
 
-class HubStream:
-    """A TextStream over a HubTokenizer: decodes the ids since the last complete character again and again."""
+class SubwordStream:
+    """A TextStream over a `SubwordTokenizer`: decodes the ids since the last complete character again and again."""
 
-    def __init__(self, tokenizer: HubTokenizer):
+    def __init__(self, tokenizer: SubwordTokenizer):
         self.tokenizer = tokenizer
         self.pending: list[int] = []
 
@@ -127,7 +133,10 @@ class HubStream:
         return text
 
 
-def for_folder(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder: its `tokenizer.json` where there is one, else plain bytes."""
-    path = Path(folder) / "tokenizer.json"
-    return HubTokenizer(path) if path.is_file() else ByteTokenizer()
+def for_folder(place: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder or GGUF file: a `tokenizer.json`, that of a GGUF file, or plain bytes."""
+    place = Path(place)
+    if (place / "tokenizer.json").is_file():
+        return SubwordTokenizer.from_file(place / "tokenizer.json")
+    file = gguf_files.find(place)
+    return ByteTokenizer() if file is None else SubwordTokenizer.from_file(file)

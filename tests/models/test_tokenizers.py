@@ -1,8 +1,7 @@
-import sys
-
 import pytest
+import tokenizers
 
-from models.tokenizers import ByteTokenizer, HubTokenizer, for_folder
+from models.tokenizers import ByteTokenizer, SubwordTokenizer, for_folder
 
 TEXT = "In the beginning, naïve 🙂 τέλος\n"
 
@@ -10,7 +9,6 @@ TEXT = "In the beginning, naïve 🙂 τέλος\n"
 @pytest.fixture(scope="module")
 def hub_folder(tmp_path_factory):
     """A byte-level BPE with the special ids of Ouro, trained on one line."""
-    tokenizers = pytest.importorskip("tokenizers")
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
@@ -54,15 +52,15 @@ def test_byte_stream_never_cuts_a_character():
     assert stream.finish() == "\ufffd"
 
 
-def test_hub_tokenizer_round_trip_and_special_ids(hub_folder):
-    tokenizer = HubTokenizer(hub_folder / "tokenizer.json")
+def test_subword_tokenizer_round_trip_and_special_ids(hub_folder):
+    tokenizer = SubwordTokenizer.from_file(hub_folder / "tokenizer.json")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert tokenizer.encode("<|im_start|>")[0] == 1
     assert tokenizer.decode([0, 1, 2]) == ""
 
 
-def test_hub_stream_never_cuts_a_character(hub_folder):
-    tokenizer = HubTokenizer(hub_folder / "tokenizer.json")
+def test_subword_stream_never_cuts_a_character(hub_folder):
+    tokenizer = SubwordTokenizer.from_file(hub_folder / "tokenizer.json")
     stream = tokenizer.stream()
     ids = tokenizer.encode(TEXT + "🙃 ß 漢")
     pieces = [stream.push([token]) for token in ids]
@@ -71,13 +69,16 @@ def test_hub_stream_never_cuts_a_character(hub_folder):
 
 
 def test_folder_decides_the_tokenizer(hub_folder, tmp_path):
-    assert isinstance(for_folder(hub_folder), HubTokenizer)
+    assert isinstance(for_folder(hub_folder), SubwordTokenizer)
     assert isinstance(for_folder(tmp_path), ByteTokenizer)
 
 
-def test_missing_file_and_missing_package_say_what_to_do(hub_folder, tmp_path, monkeypatch):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
-        HubTokenizer(tmp_path / "tokenizer.json")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'sparse-jax\[hub\]'"):
-        HubTokenizer(hub_folder / "tokenizer.json")
+        SubwordTokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def test_subword_bytes_that_are_not_utf8_become_replacement_characters(hub_folder):
+    tokenizer = SubwordTokenizer.from_file(hub_folder / "tokenizer.json")
+    text = b"a\xffb".decode("utf-8", "surrogateescape")
+    assert tokenizer.decode(tokenizer.encode(text)) == "a\ufffdb"

@@ -118,7 +118,7 @@ def generate(
     requests = len(ids)
     state = DecodeState(
         paged=paged,
-        selector=options.selector.init(paged.kv),
+        selector=options.selector.init(paged.kv, requests),
         tokens=jnp.zeros(requests, jnp.int32),
         generated=jnp.zeros(requests, jnp.int32),
         limits=jnp.array(limits, jnp.int32),

@@ -4,7 +4,7 @@ A selector decides which part of a KV cache a decode step reads. It is a frozen 
 under `jax.jit`, without state of its own. What it must remember (summaries of pages, accumulated scores, true
 positions) is a pytree that the caller threads through its `lax.scan` beside the paged cache. The caller's side:
 
-    state = selector.init(kv)                                                           # once
+    state = selector.init(kv, requests)                                                 # once
     paged, state, room = selector.reserve_prompt(paged, state, counts, width)           # a prompt: room, then plane by
     paged, state, stale = selector.store_prompt(paged, state, plane, room, q, k, v)     # plane its keys and values
     positions = selector.next_positions(paged, state)                                   # a step: where its token stands
@@ -90,9 +90,12 @@ class Selector:
 
     # What it remembers
 
-    def init(self, kv: PagedKV) -> Any:
-        """The state for an empty cache `kv`: a pytree, () when there is nothing to remember."""
-        del kv
+    def init(self, kv: PagedKV, requests: int = 1) -> Any:
+        """The state for an empty cache `kv` of B = `requests` requests: a pytree, () when there is nothing to remember.
+
+        Methods that remember something about pages only may ignore `requests`.
+        """
+        del kv, requests
         return ()
 
     def write(self, state: Any, keys: jax.Array, slots: jax.Array) -> Any:

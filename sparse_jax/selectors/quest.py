@@ -64,8 +64,9 @@ class Quest(PageSelector):
             raise ValueError(f"Quest: scale is a finite number (in float32), or None; got {self.scale!r}.")
         object.__setattr__(self, "scale", float(self.scale))
 
-    def init(self, kv: PagedKV) -> Envelope:
+    def init(self, kv: PagedKV, requests: int = 1) -> Envelope:
         """See `Selector.init`."""
+        del requests
         planes, pages, kv_heads, page_size, width = kv.k.shape
         shape = (planes * pages, kv_heads, width)
         # Two arrays: one shared by both fields could not be donated.

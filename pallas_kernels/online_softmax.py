@@ -78,7 +78,7 @@ def attend(
         lowering.load(
             q_ref.at[group, head, rows[:, None], cols[None, :]], mask=is_row[:, None] & inside[None, :], other=0.0
         )
-        for cols, inside in _columns(shape.key_width, k_ref.dtype)
+        for cols, inside in columns(shape.key_width, k_ref.dtype)
     ]
     common = scales["k"] is not None and scales["k"].ndim == 1
     factor: Any = shape.scale * scales["k"][0] if common else shape.scale  # of the scores: f32[] or f32[block_rows, 1]
@@ -104,7 +104,7 @@ def attend(
     carry = (
         jnp.full((size,), -jnp.inf, jnp.float32),
         jnp.zeros((size,), jnp.float32),
-        tuple(jnp.zeros((size, cols.size), jnp.float32) for cols, _ in _columns(shape.value_width, v_ref.dtype)),
+        tuple(jnp.zeros((size, cols.size), jnp.float32) for cols, _ in columns(shape.value_width, v_ref.dtype)),
     )
     first, last = blocks
     if uniform_until is None:
@@ -126,7 +126,7 @@ def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Prog
     lowering.store(
         lse_ref.at[split, group, head, rows], jnp.where(l == 0, -jnp.inf, (m + jnp.log2(safe_l)) * LN2), mask=is_row
     )
-    for (cols, inside), part in zip(_columns(shape.value_width, stored), acc, strict=True):
+    for (cols, inside), part in zip(columns(shape.value_width, stored), acc, strict=True):
         # Selected, not divided: a padding row next to rows that attend a NaN must still be 0.
         out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None])
         out = (out if factor is None else out * factor).astype(out_ref.dtype)
@@ -158,7 +158,7 @@ def _into_range(q: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     return [part / power for part in parts], power
 
 
-def _columns(width: int, stored: Any) -> list[tuple[jax.Array, jax.Array]]:
+def columns(width: int, stored: Any) -> list[tuple[jax.Array, jax.Array]]:
     """Column ids of each piece, and whether they lie inside the width. Stored pairs: even and odd columns apart."""
     if stored != jnp.int16:
         ids = [start + jnp.arange(size, dtype=jnp.int32) for start, size in pieces(width)]
@@ -168,7 +168,7 @@ def _columns(width: int, stored: Any) -> list[tuple[jax.Array, jax.Array]]:
     return [(cols, cols < width) for cols in ids]
 
 
-def _rows_of(ref: Any, keys: Keys, head: jax.Array, compute: Any, interpret: bool) -> list[jax.Array]:
+def rows_of(ref: Any, keys: Keys, head: jax.Array, compute: Any, interpret: bool) -> list[jax.Array]:
     """The [block, piece] parts of the keys or values of one block; 0 where the key is not present."""
     page = keys.page if keys.page.ndim == 0 else keys.page[:, None]
     width = ref.shape[-1]  # of what is stored: half as many where it is pairs
@@ -214,8 +214,8 @@ def _attend_block(
     """
     m, l, acc = carry
     keys = locate(index * launch.block_tokens)
-    k = _rows_of(k_ref, keys, program.head, compute, shape.interpret)
-    v = _rows_of(v_ref, keys, program.head, compute, shape.interpret)
+    k = rows_of(k_ref, keys, program.head, compute, shape.interpret)
+    v = rows_of(v_ref, keys, program.head, compute, shape.interpret)
     s = functools.reduce(jnp.add, [lowering.dot(q_part, k_part.T) for q_part, k_part in zip(q, k, strict=True)])
     # An if for each option keeps the common loop as short as it can be.
     if scales["k"] is not None and scales["k"].ndim > 1:

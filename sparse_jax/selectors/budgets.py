@@ -47,8 +47,8 @@ def _checked(owner: str, budget: Any, depth: int) -> Any:
         except TypeError:
             pass
     raise ValueError(
-        f"{owner}: budget is a whole number of tokens, at least 1; got {budget!r}. It can also be a share of the length, "
-        "above 0 and up to 1, or a tuple of these by plane, or by plane and KV head."
+        f"{owner}: budget is a whole number of tokens, at least 1; got {budget!r}. It can also be a share of the "
+        "length, above 0 and up to 1, or a tuple of these by plane, or by plane and KV head."
     )
 
 

@@ -3,6 +3,7 @@
 A kernel must equal the function of its name here; documents point to this code.
 """
 
+from sparse_jax.xla.h2o_accumulate import h2o_accumulate as h2o_accumulate
 from sparse_jax.xla.merge_attention import merge_attention as merge_attention
 from sparse_jax.xla.page_bounds import page_bounds as page_bounds
 from sparse_jax.xla.paged_attention import page_sparse_attention as page_sparse_attention

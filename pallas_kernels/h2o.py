@@ -1,0 +1,228 @@
+"""H2O's accumulator: the attention probabilities of one decode step added to decayed sums beside the keys, in place.
+
+For the R query rows of a (request, KV head) and the tokens t of its window, with s[r, t] = scale * q[r] . k[t]:
+
+    lse[r] = log sum_t exp(s[r, t]),   H[t] <- max_r exp(s[r, t] - lse[r]) + decay * H[t]
+
+R is 1 where a group is represented by its mean query. A probability needs the sum over the whole window, so there are
+two launches: `h2o_scores` reads each key once and leaves s and a logsumexp for each share of the window, `h2o_update`
+reads s back (4 R bytes a token beside the 2 D bytes of its key) and updates H in place.
+
+Source: H2O, arXiv 2306.14048; the decayed window form is that of the H2O flows for vortex_torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import lowering
+from pallas_kernels.config import Config, Launch, next_power_of_two
+from pallas_kernels.decode_call import Program, Shape, split_range, this_program
+from pallas_kernels.online_softmax import LOG2E, Keys, columns, rows_of
+from pallas_kernels.paged_decode import table_pages
+from pallas_kernels.pairs import as_pairs
+from pallas_kernels.positions import of_head
+
+UPDATE_TOKENS = 1024  # of a program of `h2o_update`
+PARTS = 3  # bfloat16 numbers that add up to a float32 one
+
+
+def h2o_scores_kernel(
+    # inputs
+    parts_ref,  # [parts, B, Hkv, R, D] that add up to the queries
+    k_ref,  # [N, Hkv, P, D], or i16[N, Hkv, P, D / 2] pairs of e4m3
+    table_ref,  # i32[B, Hkv or 1, W]
+    windows_ref,  # i32[B, Hkv, 2], first token and end; equal where nothing is accumulated
+    factors_ref,  # f32[2], scale and decay
+    # outputs
+    s_ref,  # f32[B, Hkv, R, W * P] in base 2; written inside the window only
+    lse_ref,  # f32[splits, B, Hkv, R] in base 2
+    *,
+    shape: Shape,
+    launch: Launch,
+):
+    """One program: a tile of query rows against a share of the window."""
+    program = this_program(shape, launch)
+    group, head, split, rows = program
+    is_row = rows < shape.rows
+    start, end = windows_ref[group, head, 0], windows_ref[group, head, 1]
+    parts = [_query_part(part, parts_ref, k_ref, program, shape) for part in range(parts_ref.shape[0])]
+    factor = factors_ref[0] * LOG2E
+
+    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        m, l = carry
+        lane = jnp.arange(launch.block_tokens, dtype=jnp.int32)
+        page, offset, present = table_pages(table_ref, program, index * launch.block_tokens, lane, shape)
+        token = index * launch.block_tokens + lane
+        inside = (token >= start) & (token < end)
+        present = present & inside
+        keys = Keys(page, offset, present, present[None, :])
+        k = rows_of(k_ref, keys, head, parts[0][0].dtype, shape.interpret)
+        s = functools.reduce(
+            jnp.add,
+            [lowering.dot(q_piece, piece.T) for part in parts for q_piece, piece in zip(part, k, strict=True)],
+        )
+        s = jnp.where(present[None, :], s * factor, -jnp.inf)
+        lowering.store(s_ref.at[group, head, rows[:, None], token[None, :]], s, mask=is_row[:, None] & inside[None, :])
+        m_new = jnp.maximum(m, jnp.max(s, axis=1))
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        return m_new, l * jnp.exp2(m - shift) + jnp.sum(jnp.exp2(s - shift[:, None]), axis=1)
+
+    first, last = split_range(start, end, table_ref.shape[-1] * shape.page_size, program, launch)
+    size = launch.block_rows
+    nothing = jnp.full((size,), -jnp.inf, jnp.float32), jnp.zeros((size,), jnp.float32)
+    m, l = lax.fori_loop(first, last, step, nothing)
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
+    lowering.store(lse_ref.at[split, group, head, rows], lse, mask=is_row)
+
+
+def _query_part(part: int, parts_ref: Any, k_ref: Any, program: Program, shape: Shape) -> list[jax.Array]:
+    """One part of a tile of queries, in the pieces that keys come in."""
+    group, head, _, rows = program
+    return [
+        lowering.load(
+            parts_ref.at[part, group, head, rows[:, None], cols[None, :]],
+            mask=(rows < shape.rows)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        for cols, inside in columns(shape.key_width, k_ref.dtype)
+    ]
+
+
+def h2o_update_kernel(
+    # inputs
+    s_ref,  # f32[B, Hkv, R, W * P], in base 2
+    lse_ref,  # f32[splits, B, Hkv, R], in base 2
+    table_ref,  # i32[B, Hkv or 1, W]
+    windows_ref,  # i32[B, Hkv, 2]
+    factors_ref,  # f32[2], scale and decay
+    scores_ref,  # [N, Hkv, P]
+    # outputs
+    new_ref,  # like scores, and the same memory
+    *,
+    kv_heads: int,
+    blocks: int,  # programs of a (request, KV head)
+):
+    """One program: UPDATE_TOKENS tokens of a (request, KV head)."""
+    splits, _, _, rows = lse_ref.shape
+    pages, _, page_size = new_ref.shape
+    rest, block = lax.div(pl.program_id(0), jnp.int32(blocks)), lax.rem(pl.program_id(0), jnp.int32(blocks))
+    request, head = lax.div(rest, jnp.int32(kv_heads)), lax.rem(rest, jnp.int32(kv_heads))
+    start, end = windows_ref[request, head, 0], windows_ref[request, head, 1]
+    size = min(UPDATE_TOKENS, next_power_of_two(s_ref.shape[-1]))
+    token = block * size + jnp.arange(size, dtype=jnp.int32)
+    inside = (token >= start) & (token < end)
+    place = jnp.where(inside, token, 0)
+    at = table_ref.at[request, of_head(table_ref, head), lax.div(place, jnp.int32(page_size))]
+    page = lowering.load(at, mask=inside, other=-1)
+    present = inside & (page >= 0) & (page < pages)
+    part = jnp.arange(next_power_of_two(splits), dtype=jnp.int32)
+
+    def one_row(row: jax.Array, p: jax.Array) -> jax.Array:
+        shares = lowering.load(
+            lse_ref.at[jnp.where(part < splits, part, 0), request, head, row], mask=part < splits, other=-jnp.inf
+        )
+        top = jnp.max(shares)
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        lse = top + jnp.log2(jnp.sum(jnp.exp2(shares - top)))
+        s = lowering.load(s_ref.at[request, head, row, token], mask=present, other=-jnp.inf)
+        return jnp.maximum(p, jnp.where(s == -jnp.inf, 0.0, jnp.exp2(s - lse)))
+
+    # Where no program has anything to do, nothing is read: no row is walked.
+    count = jnp.where((block * size < end) & (block * size + size > start), jnp.int32(rows), jnp.int32(0))
+    p = lax.fori_loop(jnp.int32(0), count, one_row, jnp.zeros((size,), jnp.float32))
+    page, offset = jnp.where(present, page, 0), lax.rem(place, jnp.int32(page_size))
+    old = lowering.load(scores_ref.at[page, head, offset], mask=present, other=0.0).astype(jnp.float32)
+    new = (p + factors_ref[1] * old).astype(new_ref.dtype)
+    # The interpreter writes masked elements back: one past the end is nobody's place.
+    lowering.store(new_ref.at[jnp.where(present, page, pages), head, offset], new, mask=present)
+
+
+def h2o_accumulate(
+    scores: jax.Array,
+    q: jax.Array,
+    k_pages: jax.Array,
+    page_table: jax.Array,
+    windows: jax.Array,
+    factors: jax.Array,
+    *,
+    config: Config | None,
+    interpret: bool,
+) -> jax.Array:
+    """One step of the accumulator.
+
+    scores f32 or bf16 [N, Hkv, P]; q [B, Hkv, R, D]; k_pages [N, Hkv, P, D]; page_table i32[B, Hkv or 1, W]; windows
+    i32[B, Hkv, 2]; factors f32[2] (scale, decay). Returns the new scores; the old ones' memory is taken over.
+    """
+    (batch, kv_heads, rows, width), (pages, _, page_size, _) = q.shape, k_pages.shape
+    shape = Shape(
+        groups=batch,
+        kv_heads=kv_heads,
+        rows=rows,
+        group_size=rows,
+        pages=pages,
+        page_size=page_size,
+        key_width=width,
+        value_width=width,
+        scale=1.0,
+        soft_cap=None,
+        interpret=interpret,
+    )
+    capacity = page_table.shape[-1] * page_size
+    launch = shape.launch(config, capacity, k_pages.dtype, by_page=True)
+    operands: tuple[Any, ...] = (in_parts(q, k_pages.dtype), as_pairs(k_pages), page_table, windows, factors)
+    results = [
+        lowering.result((batch, kv_heads, rows, capacity), jnp.float32, operands),
+        lowering.result((launch.splits, batch, kv_heads, rows), jnp.float32, operands),
+    ]
+    s, lse = lowering.call(
+        functools.partial(h2o_scores_kernel, shape=shape, launch=launch),
+        name="h2o_scores",
+        programs=shape.programs(launch),
+        in_specs=[lowering.whole(array) for array in operands],
+        out_specs=[lowering.whole(array) for array in results],
+        out_shape=results,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        interpret=interpret,
+    )(*operands)
+    operands = (s, lse, page_table, windows, factors, scores)
+    blocks = -(-capacity // min(UPDATE_TOKENS, next_power_of_two(capacity)))
+    new = lowering.result(scores.shape, scores.dtype, operands)
+    return lowering.call(
+        functools.partial(h2o_update_kernel, kv_heads=kv_heads, blocks=blocks),
+        name="h2o_update",
+        programs=batch * kv_heads * blocks,
+        in_specs=[lowering.whole(array) for array in operands],
+        out_specs=lowering.whole(new),
+        out_shape=new,
+        num_warps=4,
+        num_stages=1,
+        interpret=interpret,
+        aliases={len(operands) - 1: 0},
+    )(*operands)
+
+
+def in_parts(q: jax.Array, stored: Any) -> jax.Array:
+    """Queries as [parts, ...] in the dtype that they are multiplied with keys in; the parts add up to them.
+
+    Keys of bfloat16 and e4m3 are exact in bfloat16, which the matrix units multiply; a query of more digits is cut into
+    bfloat16 numbers. Other keys are multiplied in float32, without matrix units.
+    """
+    if stored not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        return q.astype(jnp.float32)[None]
+    if q.dtype == jnp.bfloat16:
+        return q[None]
+    rest, parts = q.astype(jnp.float32), []
+    for _ in range(PARTS):
+        # reduce_precision: XLA may simplify a plain cast there and back away, and with it what is left over.
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    return jnp.stack(parts)

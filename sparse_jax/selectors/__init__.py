@@ -12,9 +12,13 @@ from sparse_jax.selectors.base import share as share
 
 # One line per selector; importing its file registers its name.
 from sparse_jax.selectors.dense import Dense as Dense
+from sparse_jax.selectors.h2o import H2O as H2O
+from sparse_jax.selectors.oracle import Oracle as Oracle
+from sparse_jax.selectors.oracle import dense_probabilities as dense_probabilities
 from sparse_jax.selectors.pages import PageSelector as PageSelector
 from sparse_jax.selectors.quest import Envelope as Envelope
 from sparse_jax.selectors.quest import Quest as Quest
+from sparse_jax.selectors.tokens import TokenSelector as TokenSelector
 from sparse_jax.selectors.views import Pages as Pages
 from sparse_jax.selectors.views import positions_read as positions_read
 from sparse_jax.selectors.views import tokens_read as tokens_read

@@ -20,7 +20,6 @@ tokens (`evicting.py`) take `reserve` and `store` over. docs/selectors.md shows 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -243,7 +242,14 @@ def get(name: str, **options: Any) -> Selector:
     if not isinstance(name, str) or name not in _registry:
         raise ValueError(f"Unknown selector {name!r}; known selectors: {', '.join(names())}.")
     selector = _registry[name]
-    known = list(inspect.signature(selector).parameters)
+    if isinstance(selector, type):
+        return make(name, selector, options)
+    return selector(**options)  # a function that passes its options to `make`
+
+
+def make(name: str, selector: type[Selector], options: dict[str, Any]) -> Selector:
+    """A selector of this class. Raises ValueError, speaking of `name`, for an unknown option or a bad value."""
+    known = [field.name for field in dataclasses.fields(selector)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(

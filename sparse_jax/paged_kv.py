@@ -34,10 +34,11 @@ def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
 
 
 def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:
-    """Write M tokens, k [planes, M, Hkv, D] and v [planes, M, Hkv, Dv], at slots i32[M] of the planes from `plane` on.
+    """Write M tokens, k [planes, M, Hkv, D] and v [planes, M, Hkv, Dv], at slots of the planes from `plane` on.
 
-    `plane` i32[] is valid, slots are valid or -1 and differ from each other. Values are cast to the type of the pool;
-    eight-bit floats saturate (infinities too) and NaN stays NaN.
+    slots: i32[M], or i32[M, Hkv] where each KV head has a place of its own for the token. `plane` i32[] is valid, slots
+    are valid or -1 and differ from each other (in a head). Values are cast to the type of the pool; eight-bit floats
+    saturate (infinities too) and NaN stays NaN.
     """
     page = jnp.where(slots >= 0, slots // kv.page_size, -1)
     offset = jnp.where(slots >= 0, slots % kv.page_size, 0)
@@ -56,11 +57,16 @@ def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Ar
 
 
 def _put_loop(pool, plane, page, offset, new):
+    # A whole token at a time, or where heads have places of their own, one head of a token.
+    heads = 1 if page.ndim == 2 else pool.shape[2]
+    new = new.reshape(new.shape[0], page.size, heads, -1)
+    page, offset = page.reshape(-1), offset.reshape(-1)
     which, count = _present(page)
 
     def put_one(i, rows):
-        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv, D]
-        return _overwrite_bits(rows, token, plane, page[which[i]], offset[which[i]] * pool.shape[4])
+        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv or 1, D]
+        head = jnp.int32(0) if heads > 1 else which[i] % pool.shape[2]
+        return _overwrite_bits(rows, token, plane, page[which[i]], offset[which[i]] * pool.shape[4], head)
 
     return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
 
@@ -70,9 +76,10 @@ def _put_scatter(pool, plane, page, offset, new):
     # Every axis but the last has its own index: no flat offset that could pass 2**31, and no transposed copy of the
     # pool, which XLA makes when indexed axes do not lead. "drop" mode drops what is past the end but lets -1 wrap, so
     # absent tokens go past the end, each to a page of its own: unique indices spare a GPU the atomics.
-    page = jnp.where(page >= 0, page, pages + jnp.arange(page.size, dtype=jnp.int32))
+    page = jnp.where(page >= 0, page, pages + jnp.arange(page.size, dtype=jnp.int32).reshape(page.shape))
+    page, offset = (x if x.ndim == 2 else x[:, None] for x in (page, offset))  # [M, Hkv or 1]
     plane = plane + jnp.arange(new.shape[0], dtype=jnp.int32)
-    at = (plane[:, None, None], page[:, None], jnp.arange(heads, dtype=jnp.int32), offset[:, None])
+    at = (plane[:, None, None], page, jnp.arange(heads, dtype=jnp.int32), offset)
     return pool.at[at].set(new, mode="drop", unique_indices=True)
 
 
@@ -119,16 +126,16 @@ def _rows(pool):
     return pool.reshape(*pool.shape[:3], -1)  # [planes, N, Hkv, P * D], the same bytes
 
 
-def _overwrite(rows, new, plane, page, start):
-    return lax.dynamic_update_slice(rows, new, (plane, page, jnp.int32(0), start))
+def _overwrite(rows, new, plane, page, start, head=0):
+    return lax.dynamic_update_slice(rows, new, (plane, page, jnp.int32(head), start))
 
 
-def _overwrite_bits(rows, new, plane, page, start):
+def _overwrite_bits(rows, new, plane, page, start, head=0):
     # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
     # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]
     rows_bits, new_bits = (lax.bitcast_convert_type(x, unsigned) for x in (rows, new))
-    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, plane, page, start), rows.dtype)
+    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, plane, page, start, head), rows.dtype)
 
 
 def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Upper bounds of the scores of whole pages, in plain jnp."""
+"""Scores of whole pages, in plain jnp."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def page_bounds(
     q: jax.Array,  # f32[B, Hkv, rows, D], scaled
-    lo: jax.Array,  # f32[N, Hkv, D], the smallest value of each key component of a page
-    hi: jax.Array,  # f32[N, Hkv, D], the largest
+    lo: jax.Array,  # [N, Hkv, D], the smallest value of each key component of a page
+    hi: jax.Array | None,  # [N, Hkv, D], the largest; None: plain products with lo
     page_ids: jax.Array,  # i32[B, Hkv or 1, W]
 ) -> jax.Array:
-    """f32[B, Hkv, rows, W]: sum_d max(q_d lo_d, q_d hi_d); an absent page has some finite value."""
+    """f32[B, Hkv, rows, W]: sum_d max(q_d lo_d, q_d hi_d), or q . lo; an absent page has the value of page 0."""
     pages, kv_heads, _ = lo.shape
     ids = jnp.where((page_ids >= 0) & (page_ids < pages), page_ids, 0)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    # max(q lo, q hi) is q hi where q is positive and q lo where it is negative, because lo <= hi: two matrix products.
     product = functools.partial(jnp.einsum, "bkrd,bkwd->bkrw", precision="highest")
-    return product(jnp.maximum(q, 0), hi[ids, head]) + product(jnp.minimum(q, 0), lo[ids, head])
+
+    def of_pages(x: jax.Array) -> jax.Array:
+        """f32[B, Hkv, W, D]. A CPU would first convert all pages if it read 16-bit floats as such."""
+        if x.dtype.itemsize != 2:
+            return x[ids, head]
+        bits = lax.bitcast_convert_type(x, jnp.uint16)[ids, head]
+        return lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
+
+    if hi is None:
+        return product(q, of_pages(lo))
+    # max(q lo, q hi) is q hi where q is positive and q lo where it is negative, because lo <= hi: two matrix products.
+    return product(jnp.maximum(q, 0), of_pages(hi)) + product(jnp.minimum(q, 0), of_pages(lo))

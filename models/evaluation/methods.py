@@ -1,0 +1,77 @@
+"""Methods by name for the command line: a selector's name and its options, `quest`, `h2o:decay=1.0`, `quest:page_size=32`."""
+
+import ast
+import dataclasses
+from typing import Any
+
+from sparse_jax import selectors
+from sparse_jax.selectors import Dense, PageSelector, Selector
+
+PAGE_SIZE = 16
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"h2o-evict": ("h2o", {"evict": True})}
+"""Short names for a selector with options."""
+BY_TOKEN = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")
+"""Selectors that work at page size 1 only."""
+INTERESTING = (
+    "dense oracle random window quest centroid lserve h2o_sparse_attention gqa_h2o_sparse_attention h2o h2o-evict "
+    "snapkv tova rocketkv"
+).split()
+RECENT = 1
+"""Latest tokens that page selectors always keep unless told otherwise: the page of the query's own token, as Quest's
+authors do. A default that grows with the budget would not be the same for a budget that is an array."""
+OWN_CACHE = ("reserve", "store", "reserve_prompt", "store_prompt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A selector without its budget, and the page size it runs at."""
+
+    name: str  # as the user wrote it; names its line in plots
+    selector: Selector
+    page_size: int = PAGE_SIZE
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether a budget means anything to it."""
+        return not isinstance(self.selector, Dense)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether its cache is that of dense attention after the same tokens: it takes no part in storing them."""
+        kind = type(self.selector)
+        return all(getattr(kind, name) is getattr(Selector, name) for name in OWN_CACHE)
+
+    def at(self, budget: Any, most: int) -> Selector:
+        """The selector with a budget, an array of at most `most` tokens or a number."""
+        return dataclasses.replace(self.selector, budget=budget, most=most) if self.takes_budget else self.selector
+
+
+def default() -> list[str]:
+    """The interesting methods that are registered."""
+    return [name for name in INTERESTING if ALIASES.get(name, (name,))[0] in selectors.names()]
+
+
+def parse(text: str) -> Method:
+    """A method from `name:option=value:option=value`. Raises ValueError for an unknown name, option or value."""
+    name, *options = text.strip().split(":")
+    known, values = ALIASES.get(name, (name, {}))
+    values = dict(values)
+    for option in options:
+        key, separator, value = option.partition("=")
+        if not separator:
+            raise ValueError(f"{text!r}: write options as name:option=value, got {option!r}")
+        try:
+            values[key.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[key.strip()] = value
+    if "budget" in values or "most" in values:
+        raise ValueError(f"{text!r}: budgets are given for all methods together")
+    page_size = values.pop("page_size", 1 if known in BY_TOKEN else PAGE_SIZE)
+    selector = selectors.get(known, **values)
+    if (
+        isinstance(selector, PageSelector)
+        and type(selector).token_options is PageSelector.token_options
+        and selector.recent is None
+    ):
+        selector = dataclasses.replace(selector, recent=RECENT)
+    return Method(text.strip(), selector, page_size)

@@ -53,7 +53,7 @@ def find(place: Path) -> Path | None:
 class _Reader(gguf.GGUFReader):
     """The package's reader over a plain view of the mapped file: a million slices of a memmap take twice the time."""
 
-    @property
+    @property  # type: ignore[override]
     def data(self) -> np.ndarray:
         """The bytes of the file."""
         return self._data

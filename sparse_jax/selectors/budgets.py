@@ -61,6 +61,11 @@ def most_tokens(budget: Any, most: int | None, capacity: int) -> int:
     return min(budget if isinstance(budget, int) else int(most or capacity), capacity)
 
 
+def recent_of(tokens: Any) -> Any:
+    """How many of a budget's tokens, an int or i32 array, are the last ones by default: an eighth, 1 to 32."""
+    return min(32, max(1, tokens // 8)) if isinstance(tokens, int) else jnp.clip(tokens // 8, 1, 32)
+
+
 def tokens(
     budget: Any, most: int | None, lengths: jax.Array, plane: Any, *, kv_heads: int, capacity: int
 ) -> int | jax.Array:

@@ -48,10 +48,18 @@ class Pages(NamedTuple):
         """Position of the first token of each page, i32[W]."""
         return jnp.arange(self.ids.shape[-1], dtype=jnp.int32) * self.page_size
 
-    def always(self, sinks: int, recent: int) -> jax.Array:
-        """Which pages hold a sink token or a recent token of any of the rows; bool, broadcastable to [B, Hkv, W]."""
+    def always(self, sinks: int, recent: int | jax.Array) -> jax.Array:
+        """Which pages hold a sink token or a recent token of any of the rows; bool, broadcastable to [B, Hkv, W].
+
+        recent: an int, or i32 of at least 1 that is broadcastable to [B, Hkv, 1].
+        """
         capacity = self.ids.shape[-1] * self.page_size  # more tokens than this are all tokens, and might not be int32
-        sinks, window = min(sinks, capacity), recent_tokens(min(recent, capacity), self.rows)
+        sinks = min(sinks, capacity)
+        window: Any = (
+            recent_tokens(min(recent, capacity), self.rows)
+            if isinstance(recent, int)
+            else (jnp.minimum(recent, capacity) + self.rows - 1)
+        )
         holds_recent = (
             (self.first + self.page_size > self.lengths - window) & (self.first < self.lengths) & (window > 0)
         )

@@ -29,7 +29,7 @@ from sparse_jax import paging, retained_count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One evaluation. budgets: tokens ("256") or shares of the length ("1/64", "0.1").
+    """One evaluation. tasks: those that suit the model if empty. budgets: tokens ("256") or shares ("1/64", "0.1").
 
     batch_tokens: tokens of all requests of a batch at most. text: a word for the text that was given, for the record.
     workers: threads that compile; None: as many as cores, at most 16.
@@ -54,7 +54,7 @@ class Settings:
         for name, least in (("prompts", 1), ("batch_tokens", 1), ("dense_layers", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("methods", "tasks", "lengths", "budgets"):
+        for name in ("methods", "lengths", "budgets"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         for length in self.lengths:
@@ -153,7 +153,8 @@ class Evaluation:
     """
 
     def __init__(self, model: LoopedModel, writer: Writer, settings: Settings, results: Results | None = None):
-        self.settings, self.writer = settings, writer
+        self.settings = dataclasses.replace(settings, tasks=settings.tasks or writer.phrasing.default)
+        self.writer = writer
         self.results = Results() if results is None else results
         self.programs = Programs(model, settings.workers)
         self.dtype = str(jnp.dtype(model.dtype))
@@ -257,9 +258,10 @@ class Evaluation:
         together = max(1, shape.rows // len(prompts))
         part = min(shape.rows, len(prompts))
         for start in range(0, len(budgets), together):
-            group, outcomes, began = budgets[start : start + together], {}, time.perf_counter()
+            group, began = budgets[start : start + together], time.perf_counter()
+            outcomes: dict[tuple[int, str | None], dict[str, Any]] = {}
             for first in range(0, len(prompts), part):
-                numbers = [n for n in range(first, min(first + part, len(prompts)))]
+                numbers = range(first, min(first + part, len(prompts)))
                 rows = [(number, budget) for budget in group for number in numbers]
                 # Every batch has the compiled shape, and the same prompts in the same rows whatever the budgets.
                 filled = [rows[index % len(rows)] for index in range(shape.rows)]

@@ -12,29 +12,37 @@ import numpy as np
 Encode = Callable[[str], list[int]]
 """Text to ids, without a first token for the beginning."""
 
-NOUNS = (
+
+def listed(text: str, separator: str | None = None) -> list[str]:
+    """Words, or what stands between separators."""
+    return text.split(separator)
+
+
+NOUNS = listed(
     "river garden winter market teacher window village carpenter mountain kitchen sailor engine forest letter farmer "
     "bridge painter harbor doctor railway museum orchard baker tower meadow library captain valley singer factory "
     "island gardener chapel miller lantern neighbor stable weaver canal potter cottage ferry printer pasture school"
-).split()
-ADJECTIVES = (
-    "quiet old narrow bright patient heavy distant green careful wooden gentle broad early cold busy plain steady small "
+)
+ADJECTIVES = listed(
+    "quiet old warm narrow bright patient heavy distant green careful wooden gentle broad early cold busy plain steady "
     "warm grey honest tall empty deep simple young slow clean round weary"
-).split()
-VERBS = (
-    "watched crossed repaired followed described remembered painted visited measured carried closed admired avoided "
-    "found reached cleaned opened praised built left"
-).split()
-PLACES = (
+)
+VERBS = listed(
+    "watched crossed repaired followed described remembered painted visited measured carried closed admired "
+    "avoided found reached cleaned opened praised built left"
+)
+PLACES = listed(
     "near the water; before the rain; after breakfast; in the early morning; behind the hill; on the way home; "
-    "without a word; for many years; at the end of the road; during the summer; before the bell rang; under a pale sky; "
-    "with great care; on market day; when the wind turned"
-).split("; ")
-KEY_WORDS = (
-    "amber falcon marble copper velvet thunder orchid saffron granite willow comet walnut crystal dragon harvest ivory "
-    "jasmine kettle lemon magnet nectar onyx pepper quartz ribbon silver timber umbrella violet whistle zebra anchor "
-    "basket candle donkey emerald feather goblet hammer indigo jungle kitten ladder mirror needle oyster parrot rabbit"
-).split()
+    "without a word; for many years; at the end of the road; during the summer; before the bell rang; "
+    "under a pale sky; with great care; on market day; when the wind turned",
+    "; ",
+)
+KEY_WORDS = listed(
+    "amber falcon marble copper velvet thunder orchid saffron granite willow comet walnut crystal dragon harvest "
+    "ivory jasmine kettle lemon magnet nectar onyx pepper quartz ribbon silver timber umbrella violet whistle zebra "
+    "anchor basket candle donkey emerald feather goblet hammer indigo jungle kitten ladder mirror needle oyster "
+    "parrot rabbit"
+)
 """Names of keys, and the words of word lists; none of them stands in the sentences."""
 
 POOL = 2048

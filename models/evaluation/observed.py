@@ -58,7 +58,7 @@ class Observed(Selector):
 
     def begin(self, kv: PagedKV, requests: int) -> Watched:
         """The state for an empty cache."""
-        return self.watched(self.inner.init(kv), kv.planes, requests)
+        return self.watched(self.inner.init(kv, requests), kv.planes, requests)
 
     def write(self, state: Watched, keys: jax.Array, slots: jax.Array) -> Watched:
         """See `Selector.write`."""

@@ -6,7 +6,7 @@ A question ends where the answer begins, so no model has to follow an instructio
 """
 
 import re
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def parse(task: str, known: dict[str, int | None]) -> tuple[str, int]:
 class English:
     """Ordinary sentences."""
 
-    known: dict[str, int | None] = {"passkey": None, "keys": 8, "chain": 2, "common": None}
+    known: ClassVar[dict[str, int | None]] = {"passkey": None, "keys": 8, "chain": 2, "common": None}
     default = ("passkey", "keys8", "chain2", "common")
 
     def material(self, rng: np.random.Generator, task: str) -> Material:
@@ -80,7 +80,7 @@ class English:
         if CHAINS * (number + 1) > len(KEY_WORDS):
             raise ValueError(f"at most {len(KEY_WORDS) // CHAINS - 1} hops, got {number}")
         names = [KEY_WORDS[index] for index in rng.permutation(len(KEY_WORDS))[: CHAINS * (number + 1)]]
-        statements = []
+        statements: list[str] = []
         for chain in range(CHAINS):
             own = names[chain * (number + 1) : (chain + 1) * (number + 1)]
             sources = [tasks.digits(rng, 5).decode(), *own]
@@ -102,7 +102,7 @@ class English:
 class Trained:
     """The statements and questions that ouro-tiny was trained on."""
 
-    known: dict[str, int | None] = {"passkey": None, "keys": 8, "chain": 2, "copy": 16}
+    known: ClassVar[dict[str, int | None]] = {"passkey": None, "keys": 8, "chain": 2, "copy": 16}
     default = ("passkey", "keys8", "chain2", "copy16")
 
     def material(self, rng: np.random.Generator, task: str) -> Material:
@@ -140,7 +140,8 @@ class Trained:
         if chains * (number + 1) > len(tasks.NAMES):
             raise ValueError(f"at most {len(tasks.NAMES) // chains - 1} hops, got {number}")
         names = [bytes([name]) for name in rng.permutation(np.frombuffer(tasks.NAMES, np.uint8))]
-        statements, asked, target, question = [], int(rng.integers(chains)), 0, None
+        asked, target, question = int(rng.integers(chains)), 0, None
+        statements: list[tasks.Piece] = []
         for chain, digit in enumerate(rng.permutation(10)[:chains].tolist()):
             own = names[chain * (number + 1) : (chain + 1) * (number + 1)]
             if chain == asked:

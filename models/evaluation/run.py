@@ -86,7 +86,8 @@ class Sliced:
         """See `LoopedModel.causal`."""
 
         def some(qkv):
-            return self.model.causal(plane, *(x[None] for x in qkv), ())[0][0]
+            q, k, v = (x[None] for x in qkv)
+            return self.model.causal(plane, q, k, v, ())[0][0]
 
         return jax.lax.map(some, (q, k, v), batch_size=min(self.rows, q.shape[0])), cache
 
@@ -107,7 +108,7 @@ def prefill(params: nnx.State, tokens: jax.Array, counts: jax.Array, *, graph: n
 def begin(paged: PagedState, budget: jax.Array, *, method: Method, shape: Shape) -> Watched:
     """What a method that keeps all tokens remembers of a cache that was filled without it."""
     selector = method.at(budget, shape.most)
-    planes, pages, kv_heads, page_size, width = paged.kv.k.shape
+    planes, _, kv_heads, page_size, width = paged.kv.k.shape
     keys, _ = paging.flat(paged.kv)
 
     def write(plane, state):
@@ -119,7 +120,7 @@ def begin(paged: PagedState, budget: jax.Array, *, method: Method, shape: Shape)
         k = keys[page].swapaxes(2, 3).reshape(*slots.shape, kv_heads, width)
         return selector.write(state, k, jnp.where(holds, slots, -1))
 
-    state = jax.lax.fori_loop(0, planes, write, selector.init(paged.kv))
+    state = jax.lax.fori_loop(0, planes, write, selector.init(paged.kv, shape.rows))
     return _observed(method, budget, shape).watched(state, planes, shape.rows)
 
 

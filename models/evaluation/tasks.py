@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.evaluation.filler import KEY_WORDS, Encode, Filler, Sentences, Text, WordList
+from models.evaluation.filler import Filler, Sentences, Text, WordList
 from models.evaluation.phrasing import English, Material, Phrasing, Trained
 from models.tokenizers import ByteTokenizer, Tokenizer
 
@@ -125,11 +125,6 @@ class Writer:
         return Prompt(TEXT_TASK, context, question, answer, np.ones(judged, bool), None, seed)
 
 
-def default_tasks(writer: Writer) -> tuple[str, ...]:
-    """The tasks that suit a phrasing."""
-    return writer.phrasing.default
-
-
 def _places(rng: np.random.Generator, count: int, target: int | None, depth: float, in_order: bool) -> np.ndarray:
     """Where statements go, as shares of the filler: the target at `depth`, the others anywhere.
 
@@ -153,6 +148,3 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(tokens, np.int32)
-
-
-__all__ = ["KEY_WORDS", "TEXT_TASK", "TEXT_TOKENS", "Encode", "Prompt", "Writer", "default_tasks"]

@@ -1,0 +1,208 @@
+"""The command line of the evaluation, mounted as `sparse-jax evaluate`."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+DEVICE_TOKENS, HOST_TOKENS = 524_288, 8192
+"""Tokens of a batch on a GPU and on a CPU."""
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Option(help="ouro-tiny, smollm2-135m (after `fetch`), a folder, or owner/name of a hub.")
+    ] = "ouro-tiny",
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas; options as quest:page_size=32. Default: the usual ones.")
+    ] = "",
+    tasks: Annotated[
+        str, typer.Option(help="passkey, keys8, chain2, common or copy16, text. Default: what suits the model.")
+    ] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens of context, question and answer.")] = "512",
+    budgets: Annotated[
+        str, typer.Option(help="What a step may read: tokens, or shares of the length.")
+    ] = "1/16,1/8,1/4",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each cell.")] = 64,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of all requests of a batch; default by device.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same prompts.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="A text for the filler and for the task text (perplexity).")] = None,
+    dense_layers: Annotated[
+        int, typer.Option(min=0, help="The first layers read everything; Quest's paper has 2.")
+    ] = 0,
+    diagnostics: Annotated[
+        bool, typer.Option(help="Retained mass, recall and output error against dense attention; reads everything.")
+    ] = True,
+    dtype: Annotated[str | None, typer.Option(help="Of the model, such as bfloat16; default its own.")] = None,
+    attention: Annotated[str, typer.Option(help="Of the prompt: auto, xla or cudnn (on a GPU, in 16 bits).")] = "auto",
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads that compile ahead; default one a core.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file; cells that are in it already are not run again.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots; needs matplotlib.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="quick: a small run on the shipped model that tells a broken selector; no other.")
+    ] = None,
+) -> None:
+    """Measure what a method costs in quality: questions about generated texts, asked after the context was stored.
+
+    Each method is run at each length and budget over the same prompts: share answered, logit margin of the answer, and
+    against dense attention the probability mass that was read, beside the most that as many tokens can have.
+
+    Example: `--methods dense,quest,window --lengths 512,2048 --out results.json --plots plots`
+
+    Example: `--tier quick`
+    """
+    from models.evaluation import quick
+    from models.evaluation.engine import Settings
+    from models.evaluation.methods import default, parse
+    from models.evaluation.results import Results
+
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    results = Results(out)
+    if plots is not None:
+        _plotting()
+    if tier is not None:
+        if tier != "quick":
+            raise ValueError(f"no tier {tier!r}; there is quick")
+        settings = run_all(quick.settings(), results, console, quick.filler())
+        _show(results, settings, console)
+        verdicts = quick.verdicts(results)
+        for name, kept in verdicts.items():
+            console.print(f"{'kept' if kept else '[bold red]broken[/]'}: {name}", highlight=False)
+        if not all(verdicts.values()):
+            raise typer.Exit(1)
+    else:
+        on_gpu = _on_gpu()
+        filler = None if text is None else text.read_text(encoding="utf-8", errors="replace")
+        settings = Settings(
+            model=model,
+            methods=tuple(parse(name) for name in (_split(methods) or default())),
+            tasks=tuple(_split(tasks)),
+            lengths=tuple(int(length) for length in _split(lengths)),
+            budgets=tuple(_split(budgets)),
+            prompts=prompts,
+            seed=seed,
+            batch_tokens=batch or (DEVICE_TOKENS if on_gpu else HOST_TOKENS),
+            dense_layers=dense_layers,
+            diagnostics=diagnostics,
+            text=None if filler is None else hashlib.sha256(filler.encode()).hexdigest()[:12],
+            workers=workers or min(16, os.cpu_count() or 1),
+        )
+        settings = run_all(settings, results, console, filler, dtype=dtype, attention=attention)
+        _show(results, settings, console)
+    if out is not None:
+        console.print(f"written to {out}", highlight=False)
+    if plots is not None:
+        from models.evaluation.plots import draw
+
+        for path in draw(results, plots):
+            console.print(f"written: {path}", highlight=False)
+
+
+def run_all(
+    settings: Any,
+    results: Any,
+    console: Console,
+    filler: str | None,
+    *,
+    dtype: str | None = None,
+    attention: str = "auto",
+) -> Any:
+    """Loads the model and runs what `results` lack, with a bar that counts cells; returns the settings it used.
+
+    Tasks that were left empty become those that suit the model. Raises ValueError for what does not fit together.
+    """
+    import dataclasses
+
+    from models import checkpoints, tokenizers
+    from models.evaluation.engine import Evaluation
+    from models.evaluation.tasks import Writer
+
+    place = checkpoints.resolve(settings.model)
+    writer = Writer(tokenizers.for_folder(place), text=_filler(settings.model, filler))
+    if attention not in ("auto", "xla", "cudnn"):
+        raise ValueError(f"--attention is auto, xla or cudnn, got {attention!r}")
+    config, network = checkpoints.load(settings.model, dtype=dtype)
+    if attention == "cudnn" or (attention == "auto" and _on_gpu() and network.dtype.itemsize == 2):
+        network.attention = "cudnn"
+    else:
+        settings = dataclasses.replace(settings, attention_rows=2)
+    if (longest := max(settings.lengths)) > config.max_positions:
+        raise ValueError(f"--lengths: {settings.model} has {config.max_positions} positions, got {longest}")
+    evaluation = Evaluation(network, writer, settings, results)
+    cells = evaluation.cells()
+    with progress(console) as bar:
+        task = bar.add_task("compiling", total=len(cells))
+
+        def on_cell(cell: dict[str, Any]) -> None:
+            bar.update(task, advance=1, description=f"{cell['method']} {cell['task']} {cell['length']}")
+
+        evaluation.run(on_cell)
+    return evaluation.settings
+
+
+def progress(console: Console):
+    """A bar that shows how many cells are done and how long the rest may take."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+def _show(results: Any, settings: Any, console: Console) -> None:
+    from models.evaluation.report import COLUMNS, rows
+
+    table = Table()
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("method", "task", "budget") else "right", no_wrap=True)
+    names = [method.name for method in settings.methods]
+    wanted = [
+        cell
+        for cell in results
+        if cell["model"] == settings.model
+        and cell["method"] in names
+        and cell["task"] in settings.tasks
+        and cell["length"] in settings.lengths
+        and cell["budget"] in (None, *settings.budgets)
+    ]
+    for row in rows(wanted):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _filler(model: str, text: str | None) -> str | None:
+    """The text that was given; for ouro-tiny, which knows no other sentences, its excerpt."""
+    from models.evaluation import quick
+
+    return quick.filler() if text is None and model == "ouro-tiny" else text
+
+
+def _plotting() -> None:
+    """Fails before the run where the plots after it would."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ImportError("--plots needs matplotlib: pip install 'sparse-jax[notebooks]'") from None
+
+
+def _on_gpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "gpu"
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

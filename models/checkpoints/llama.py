@@ -13,6 +13,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "pretraining_tp": (1,),
+    "rope_interleaved": (False,),
 }
 
 LAYER_TENSORS = {

@@ -95,7 +95,7 @@ def reserve_prompt(
     start = state.full_lengths
     granted = reservation.slots[:, 0] >= 0
     left_out = state.left_out + jnp.where(granted, prompt_lengths - kept, 0)
-    key_positions = _follow_copies(state.key_positions, paged, reservation)
+    key_positions = follow_copies(state.key_positions, paged, reservation)
     return CompactedState(paged, key_positions, left_out), PromptReservation(reservation, start, prompt_lengths)
 
 
@@ -129,7 +129,7 @@ def write_prompt(
     slots = paging.flat_slots(state.paged, plane, reservation)
     positions = jnp.where(present, room.start[:, None, None] + ids, -1)
     paged, stale = paging.write(state.paged, plane, reservation, chosen(k), chosen(v))
-    key_positions = _put(state.key_positions, slots, positions)
+    key_positions = put(state.key_positions, slots, positions)
     return dataclasses.replace(state, paged=paged, key_positions=key_positions), stale
 
 
@@ -137,11 +137,11 @@ def reserve(state: CompactedState, counts: jax.Array, width: int) -> tuple[Compa
     """`paging.reserve`; the new tokens of a request get the positions from its full length on, in all planes."""
     paged, reservation = paging.reserve(state.paged, counts, width)
     start, kv = state.full_lengths, state.paged.kv
-    key_positions = _follow_copies(state.key_positions, paged, reservation)
+    key_positions = follow_copies(state.key_positions, paged, reservation)
     positions = (start[:, None] + jnp.arange(width, dtype=jnp.int32))[..., None]
-    slots = _in_all_planes(kv, reservation.slots)
+    slots = in_all_planes(kv, reservation.slots)
     positions = jnp.broadcast_to(positions, (*slots.shape, kv.kv_heads))
-    return CompactedState(paged, _put(key_positions, slots, positions), state.left_out), reservation
+    return CompactedState(paged, put(key_positions, slots, positions), state.left_out), reservation
 
 
 def write(
@@ -190,7 +190,7 @@ def compact(state: CompactedState, token_ids: jax.Array) -> tuple[CompactedState
         status=status.astype(jnp.int32),
     )
     left_out = jnp.where(done, state.full_lengths - kept, state.left_out)
-    key_positions = _put(state.key_positions, _in_all_planes(kv, places), jnp.swapaxes(positions, 2, 3))
+    key_positions = put(state.key_positions, in_all_planes(kv, places), jnp.swapaxes(positions, 2, 3))
     paged = PagedState(pool, table, _move(kv, slots, places))
     return CompactedState(paged, key_positions, left_out), stale
 
@@ -275,24 +275,28 @@ def _move(kv: paged_kv.PagedKV, slots: jax.Array, places: jax.Array) -> paged_kv
     return paged_kv.put(kv, jnp.int32(0), places.reshape(-1), k, v)
 
 
-def _follow_copies(key_positions: jax.Array, paged: PagedState, reservation: Reservation) -> jax.Array:
-    """Positions move with the pages that `paging.reserve` copied."""
+def follow_copies(side_data: jax.Array, paged: PagedState, reservation: Reservation) -> jax.Array:
+    """Side data [planes * N, ...] of pages moves with those that `paging.reserve` copied."""
     sources, targets = paging.flat_copies(paged, reservation)
-    rows = key_positions[jnp.maximum(sources, 0)]
-    return key_positions.at[jnp.where(targets >= 0, targets, key_positions.shape[0])].set(rows, mode="drop")
+    rows = side_data[jnp.maximum(sources, 0)]
+    return side_data.at[jnp.where(targets >= 0, targets, side_data.shape[0])].set(rows, mode="drop")
 
 
-def _put(key_positions: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
-    """Positions new i32[..., Hkv] at slots i32[...] of the flattened pool; -1 is skipped."""
-    pages, heads, page_size = key_positions.shape
+def put(side_data: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Writes side data [planes * N, Hkv, P] of tokens: new [..., Hkv] at slots of the flattened pool; -1 is skipped.
+
+    slots: i32[...], or i32[..., Hkv] where each KV head has a slot of its own; they differ from each other (in a head).
+    """
+    pages, heads, page_size = side_data.shape
     # "drop" mode drops what is past the end but lets -1 wrap; there each absent one gets a page of its own.
-    slots = slots.reshape(-1)
-    page = jnp.where(slots >= 0, slots // page_size, pages + jnp.arange(slots.size, dtype=jnp.int32))
-    at = (page[:, None], jnp.arange(heads, dtype=jnp.int32), jnp.maximum(slots, 0)[:, None] % page_size)
-    return key_positions.at[at].set(new.reshape(-1, heads), mode="drop", unique_indices=True)
+    slots = slots.reshape(-1, heads if slots.ndim == new.ndim else 1)
+    beyond = pages + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+    page = jnp.where(slots >= 0, slots // page_size, beyond)
+    at = (page, jnp.arange(heads, dtype=jnp.int32), jnp.maximum(slots, 0) % page_size)
+    return side_data.at[at].set(new.reshape(-1, heads), mode="drop", unique_indices=True)
 
 
-def _in_all_planes(kv: paged_kv.PagedKV, slots: jax.Array) -> jax.Array:
+def in_all_planes(kv: paged_kv.PagedKV, slots: jax.Array) -> jax.Array:
     """Slots i32[planes, ...] of the flattened pool for slots i32[...] of each plane; -1 stays."""
     first = jnp.arange(kv.planes, dtype=jnp.int32) * (kv.pages * kv.page_size)
     return jnp.where(slots >= 0, first.reshape(-1, *[1] * slots.ndim) + slots, -1)

@@ -234,31 +234,35 @@ def _copied(state: _State, sources: Any, targets: Any, boxes: int = 1) -> _State
 
 def _get(array: jax.Array, at: jax.Array) -> jax.Array:
     """Rows `at` of an array; some row for an index past the end."""
-    if not _converts_on_cpu(array):
-        return array.at[at].get(mode="clip")
-    bits = lax.bitcast_convert_type(array, jnp.uint16).at[at].get(mode="clip")  # nothing to convert
-    return lax.bitcast_convert_type(bits, array.dtype)
+    return array.at[at].get(mode="clip")
 
 
 def _put(array: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
-    """Overwrites rows `at`, none for an index past the end.
+    """Overwrites rows `at`, each at most once, none for an index past the end.
 
     The rows must be made of the keys. A write of something else, zeros say, could run before the previous layer's
     reads, and XLA would copy the whole array in every layer to allow that.
     """
-
-    def plain(array: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
-        return array.at[at].set(rows, mode="drop")
-
-    def as_bits(array: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
-        bits = plain(*(lax.bitcast_convert_type(x, jnp.uint16) if x is not at else x for x in (array, at, rows)))
-        return lax.bitcast_convert_type(bits, array.dtype)
-
-    if not _converts_on_cpu(array):
-        return plain(array, at, rows)
-    return lax.platform_dependent(array, at, rows, cpu=as_bits, default=plain)
+    if array.dtype != jnp.bfloat16 or jax.__version_info__ >= (0, 11):
+        return _put_scatter(array, at, rows)
+    # XLA's CPU backend of that time computes a scatter of this type in float32, on a copy of the array.
+    return lax.platform_dependent(array, at, rows, cpu=_put_loop, default=_put_scatter)
 
 
-def _converts_on_cpu(array: jax.Array) -> bool:
-    """XLA's CPU backend may compute such an array in float32, all of it, to change one row."""
-    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 2
+def _put_scatter(array: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
+    return array.at[at].set(rows, mode="drop")
+
+
+def _put_loop(array: jax.Array, at: jax.Array, rows: jax.Array) -> jax.Array:
+    at, flat = at.reshape(-1), array.reshape(array.shape[0], -1)
+    new = lax.bitcast_convert_type(rows.reshape(at.size, -1), jnp.uint16)
+    (which,) = jnp.nonzero(at < array.shape[0], size=at.size, fill_value=0)
+
+    def put_one(i: jax.Array, flat: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(flat, jnp.uint16)
+        row = lax.dynamic_slice_in_dim(new, which[i], 1)
+        bits = lax.dynamic_update_slice_in_dim(bits, row, at[which[i]], axis=0)
+        return lax.bitcast_convert_type(bits, flat.dtype)
+
+    count = jnp.sum(at < array.shape[0], dtype=jnp.int32)
+    return lax.fori_loop(jnp.int32(0), count, put_one, flat).reshape(array.shape)

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def page_bounds(
@@ -22,11 +21,8 @@ def page_bounds(
     product = functools.partial(jnp.einsum, "bkrd,bkwd->bkrw", precision="highest")
 
     def of_pages(x: jax.Array) -> jax.Array:
-        """f32[B, Hkv, W, D]. A CPU would first convert all pages if it read 16-bit floats as such."""
-        if x.dtype.itemsize != 2:
-            return x[ids, head]
-        bits = lax.bitcast_convert_type(x, jnp.uint16)[ids, head]
-        return lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
+        """f32[B, Hkv, W, D]."""
+        return x[ids, head].astype(jnp.float32)
 
     if hi is None:
         return product(q, of_pages(lo))

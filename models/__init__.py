@@ -1,1 +1,1 @@
-"""Flax NNX models that decode with `sparse_jax`: Ouro, its checkpoints, generation and training."""
+"""Flax NNX models that decode with `sparse_jax`: Ouro, Llama, their checkpoints, generation, training, evaluation."""

@@ -14,10 +14,13 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from models import checkpoints, prompts, terminal
-from models.cli import add_xla_flag, app, explanation
+from models.cli import add_xla_flag, app, explanation, read_budget
 from models.generate import Stats
 from models.ouro import Ouro
-from tests.models.configs import small_ouro
+from sparse_jax import selectors
+from tests.models import numpy_llama
+from tests.models.checkpoints.gguf_writing import TOKENS, write_gguf
+from tests.models.configs import small_llama, small_ouro
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,12 +43,46 @@ def generate(folder, *arguments, **options):
     return run("generate", "--model", folder, "--max-tokens", 8, *arguments, **options)
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("train",), ("info",), ("bench",), ("tune",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("fetch",), ("train",), ("info",), ("bench",), ("tune",)])
 def test_help_names_every_option_in_words(command):
     done = run(*command, "--help")
     assert done.exit_code == 0
     assert "Usage" in done.output
     assert "Example" in done.output or command in ((), ("info",))
+
+
+def test_help_lists_the_methods_of_the_registry():
+    shown = " ".join(CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "2000"}).output.split())
+    assert ", ".join(selectors.names()) in shown
+    assert "{methods}" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("256", 256), ("1", 1), ("1.0", 1.0), ("0.125", 0.125), ("1/8", 0.125), (".5", 0.5)]
+)
+def test_a_budget_is_tokens_or_a_share(text, value):
+    assert (read_budget(text), type(read_budget(text))) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "9/8", "1/0", "many", ""])
+def test_other_budgets_are_a_usage_error(folder, text):
+    done = generate(folder, "--prompt", "x", "--budget", text)
+    assert done.exit_code == 2
+    assert "neither a number of tokens nor a share" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_gguf_file_chats(tmp_path):
+    """A Llama-style model of random weights, with its own tokenizer and chat template."""
+    config = small_llama(num_layers=1, vocab_size=len(TOKENS))
+    path = write_gguf(tmp_path / "model.gguf", numpy_llama.random_tensors(config), config)
+    done = generate(str(path), "--prompt", "the 12", "--chat")
+    assert done.exit_code == 0, done.output
+    # <|im_start|>, "user", end of line, "the", " ", "1", "2", <|im_end|>, end of line, <|im_start|>, "assistant", ...
+    assert "1 layers, on" in done.stderr
+    assert f"{1 + 4 + 1 + 4 + 2 + 1 + 9 + 1} prompt tokens" in done.stderr
+    account = re.search(r"KV tokens read ([\d,]+) of ([\d,]+)", " ".join(done.stderr.split()))
+    assert account is not None, done.stderr
+    assert account[1] == account[2]
 
 
 def test_text_goes_to_stdout_and_the_account_to_stderr(folder):
@@ -141,6 +178,7 @@ def test_the_shipped_model_finds_the_pass_key(method):
         (("--prompt", "x", "--temperature", "-1"), "temperature"),
         (("--prompt", "x" * 300), "shorten the prompt"),
         (("--prompt", "x", "--implementation", "triton"), "use auto, xla"),
+        (("--prompt", "x", "--chat"), "leave out --chat"),
     ],
 )
 def test_what_a_user_can_mend_is_said_in_one_line(folder, arguments, message):
@@ -149,6 +187,13 @@ def test_what_a_user_can_mend_is_said_in_one_line(folder, arguments, message):
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
     assert done.stdout == ""
+
+
+def test_a_model_without_its_tokenizer_is_not_read_as_bytes(tmp_path):
+    checkpoints.save(tmp_path, Ouro(small_ouro(num_layers=1, loops=1), rngs=nnx.Rngs(0)))
+    done = generate(tmp_path, "--prompt", "x")
+    assert done.exit_code == 1
+    assert "no tokenizer that fits a vocabulary of 64" in " ".join(done.stderr.split())
 
 
 def test_a_model_that_is_not_there_is_named():

@@ -109,9 +109,9 @@ def test_wrong_tensors_are_named(tmp_path):
 def test_fields_of_the_released_model():
     assert checkpoints.config_from_json(RELEASED) == LlamaConfig.smollm2_135m(stop_ids=(2,))
     older = {name: value for name, value in RELEASED.items() if name not in ("tie_word_embeddings", "rope_theta")}
-    assert checkpoints.config_from_json(
-        older | {"rope_parameters": {"rope_theta": 500_000.0}}
-    ) == LlamaConfig.smollm2_135m(stop_ids=(2,), tied_embeddings=False, rope_theta=5e5)
+    newer = older | {"rope_parameters": {"rope_theta": 500_000.0}}
+    expected = LlamaConfig.smollm2_135m(stop_ids=(2,), tied_embeddings=False, rope_theta=5e5)
+    assert checkpoints.config_from_json(newer) == expected
 
 
 def test_the_second_end_of_a_text_is_in_the_generation_settings(tmp_path):
@@ -139,7 +139,8 @@ def test_configurations_of_other_models_are_refused(tmp_path, fields, message):
 
 @pytest.mark.parametrize("place", ["file", "settings", "list"])
 def test_chat_template_of_a_folder(tmp_path, place):
-    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<ai>{% endif %}"
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<ai>{% endif %}"
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     if place == "file":
         (tmp_path / "chat_template.jinja").write_text(template)

@@ -33,16 +33,16 @@ def nothing(*shape: int) -> Diagnosis:
 
 
 def diagnose(
-    q: jax.Array, out: jax.Array, k_pages: jax.Array, v_pages: jax.Array, view: PageView, positions: jax.Array
+    q: jax.Array, out: jax.Array, k_pages: jax.Array, v_pages: jax.Array, view: PageView, read: jax.Array
 ) -> Diagnosis:
     """Compare one step with dense attention.
 
-    q, out [B, 1, Hq, D]: queries and what the method made of them. k_pages, v_pages, view: a cache of every token.
-    positions i32[B, Hkv, C]: true positions of the tokens that were read, -1 absent. A request without tokens gives 0.
+    q, out [B, Hq, D]: queries and what the method made of them. k_pages, v_pages, view: a cache of every token. read
+    bool[B, Hkv, S or more]: the tokens that were read. A request without tokens gives 0.
     """
-    p, dense = dense_attention(q[:, 0], k_pages, v_pages, view)
+    p, dense = dense_attention(q, k_pages, v_pages, view)
     share = p.mean(axis=2)  # [B, Hkv, S]
-    read = read_mask(positions, share.shape[-1]) & (share >= 0)
+    read = read[..., : share.shape[-1]] & (share >= 0)
     share = jnp.maximum(share, 0)
     count = read.sum(axis=-1, dtype=jnp.int32)[..., None]
     falling = -jnp.sort(-share, axis=-1)
@@ -51,7 +51,7 @@ def diagnose(
     edge = jnp.take_along_axis(falling, last, axis=-1)
     above, tied = share > edge, share == edge
     found = (read & above).sum(-1) + jnp.minimum((read & tied).sum(-1), count[..., 0] - above.sum(-1))
-    difference = out[:, 0].astype(jnp.float32) - dense
+    difference = out.astype(jnp.float32) - dense
     scale = jnp.sqrt((dense * dense).sum(axis=(1, 2)))
     error = jnp.sqrt((difference * difference).sum(axis=(1, 2))) / jnp.where(scale == 0, 1, scale)
     return Diagnosis(
@@ -75,9 +75,9 @@ def dense_attention(
     place = jnp.arange(page.shape[1] * page_size, dtype=jnp.int32).reshape(-1, page_size)
     holds = (view.page_table >= 0)[..., None] & (place < view.lengths[:, None, None])  # [B, W, P]
     holds = holds[:, None, None]
-    groups = q.reshape(batch, kv_heads, -1, width)
+    groups = q.reshape(batch, kv_heads, -1, width).astype(k_pages.dtype)
     k = jnp.where(holds[:, 0, 0, :, None, :, None], k_pages[page], 0)  # [B, W, Hkv, P, D]
-    scores = jnp.einsum("bkgd,bwkpd->bkgwp", groups, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkgd,bwkpd->bkgwp", groups, k, preferred_element_type=jnp.float32)
     scores = jnp.where(holds, scores * width**-0.5, -jnp.inf)
     m = jnp.max(scores, axis=(-2, -1), keepdims=True, initial=jnp.finfo(jnp.float32).min)
     weight = jnp.where(holds, jnp.exp(scores - m), 0)

@@ -6,6 +6,7 @@ of it; methods that take part in storing prefill on their own, for each budget.
 """
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -84,7 +85,7 @@ class Programs:
     """Compiled functions by what they depend on, compiled ahead in threads; `compiled` counts them."""
 
     def __init__(self, model: LoopedModel, workers: int | None):
-        self.model = model
+        self.model, self.heads = model, model.config.num_heads
         self.graph, self.params = nnx.split(model)
         self.pool = ThreadPoolExecutor(workers)
         self.futures: dict[Any, Future] = {}
@@ -113,7 +114,7 @@ class Programs:
         return run.prefill.lower(self.params, *_contexts(shape), graph=self.graph, shape=shape)
 
     def _begin(self, shape: Shape, method: Method):
-        return run.begin.lower(self._cache(shape), _budget(shape), method=method, shape=shape)
+        return run.begin.lower(self._cache(shape), _budget(shape), heads=self.heads, method=method, shape=shape)
 
     def _prefill_own(self, shape: Shape, method: Method):
         arguments = (self.params, *_contexts(shape), _budget(shape))
@@ -122,11 +123,11 @@ class Programs:
     def _advance(self, shape: Shape, method: Method):
         if method.keeps_all:
             paged = self._cache(shape)
-            state = jax.eval_shape(lambda p, b: run.begin(p, b, method=method, shape=shape), paged, _budget(shape))
+            own = functools.partial(run.begin, heads=self.heads, method=method, shape=shape)
+            state = jax.eval_shape(own, paged, _budget(shape))
         else:
-            arguments = (self.params, *_contexts(shape), _budget(shape))
-            own = lambda *a: run.prefill_own(*a, graph=self.graph, method=method, shape=shape)  # noqa: E731
-            paged, state = jax.eval_shape(own, *arguments)
+            own = functools.partial(run.prefill_own, graph=self.graph, method=method, shape=shape)
+            paged, state = jax.eval_shape(own, self.params, *_contexts(shape), _budget(shape))
         ids = jax.ShapeDtypeStruct((shape.chunk, shape.rows), jnp.int32)
         arguments = (self.params, paged, state, ids, ids, _budget(shape))
         return run.advance.lower(*arguments, graph=self.graph, method=method, shape=shape)

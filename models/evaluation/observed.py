@@ -12,11 +12,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from models.evaluation.diagnostics import Diagnosis, diagnose, nothing
+from models.evaluation.diagnostics import Diagnosis, diagnose, read_mask
 from sparse_jax import paging
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.paging import PagedKV, PagedState, PageView
 from sparse_jax.selectors import Attended, Dense, Selector
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One step of every plane: queries, what the method made of them, and which tokens it read."""
+
+    q: jax.Array  # [planes, B, 1, Hq, D]
+    out: jax.Array  # [planes, B, 1, Hq, D]
+    read: jax.Array  # bool[planes, B, Hkv, S]
 
 
 @jax.tree_util.register_dataclass
@@ -26,9 +36,8 @@ class Watched:
 
     inner: Any
     shadow: PagedState | None  # every token, where the method's own cache does not have them all
-    asked: jax.Array  # bool[], whether this step is diagnosed
-    found: Diagnosis  # f32[planes, B] of this step
-    read: jax.Array  # f32[planes, B] tokens read, averaged over the KV heads
+    seen: Seen | None  # of the last step; None without diagnostics
+    tokens_read: jax.Array  # f32[planes, B] of the last step, averaged over the KV heads
 
 
 class Rooms(NamedTuple):
@@ -40,25 +49,10 @@ class Rooms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed(Selector):
-    """Does what `inner` does.
-
-    diagnostics: compare the steps that are `asked` with dense attention. shadow: an empty cache for every token, or
-    None. dense_planes: the first planes read everything, whatever `inner` would choose there.
-    """
+    """Does what `inner` does, and remembers each step. dense_planes: the first planes read everything instead."""
 
     inner: Selector = dataclasses.field(default_factory=Dense)
-    diagnostics: bool = True
-    shadow: PagedState | None = None
     dense_planes: int = 0
-
-    def watched(self, inner_state: Any, planes: int, requests: int) -> Watched:
-        """A state around one of `inner`."""
-        none, zeros = nothing(planes, requests), jnp.zeros((planes, requests), jnp.float32)
-        return Watched(inner_state, self.shadow, jnp.zeros((), bool), none, zeros)
-
-    def begin(self, kv: PagedKV, requests: int) -> Watched:
-        """The state for an empty cache."""
-        return self.watched(self.inner.init(kv, requests), kv.planes, requests)
 
     def write(self, state: Watched, keys: jax.Array, slots: jax.Array) -> Watched:
         """See `Selector.write`."""
@@ -97,25 +91,18 @@ class Observed(Selector):
         return self.inner.next_positions(paged, state.inner)
 
     def attend(self, state: Watched, q, k_pages, v_pages, view: PageView, *, plane: Any = 0, **options) -> Attended:
-        """See `Selector.attend`; takes note of what was read and missed."""
+        """See `Selector.attend`; takes note of what was read."""
         attended = self._attend(state.inner, q, k_pages, v_pages, view, plane, options)
-        read = state.read.at[plane].set(attended.tokens_read.astype(jnp.float32).mean(axis=-1))
-        state = dataclasses.replace(state, inner=attended.state, read=read)
-        if not self.diagnostics:
-            return attended._replace(state=state)
-        k_all, v_all, everything = k_pages, v_pages, view
-        if state.shadow is not None:
-            k_all, v_all = paging.flat(state.shadow.kv)
-            everything = paging.view(state.shadow, plane)
-            taken = jnp.where(view.lengths > 0, everything.lengths, 0)
-            everything = dataclasses.replace(everything, lengths=taken)
-        found = jax.lax.cond(
-            state.asked,
-            lambda: diagnose(q, attended.output.out, k_all, v_all, everything, attended.positions),
-            lambda: nothing(q.shape[0]),
-        )
-        found = jax.tree.map(lambda all_, new: all_.at[plane].set(new), state.found, found)
-        return attended._replace(state=dataclasses.replace(state, found=found))
+        counts = state.tokens_read.at[plane].set(attended.tokens_read.astype(jnp.float32).mean(axis=-1))
+        seen = state.seen
+        if seen is not None:
+            seen = Seen(
+                seen.q.at[plane].set(q.astype(seen.q.dtype)),
+                seen.out.at[plane].set(attended.output.out.astype(seen.out.dtype)),
+                seen.read.at[plane].set(read_mask(attended.positions, seen.read.shape[-1])),
+            )
+        state = dataclasses.replace(state, inner=attended.state, seen=seen, tokens_read=counts)
+        return attended._replace(state=state)
 
     def _attend(self, inner_state: Any, q, k_pages, v_pages, view: PageView, plane: Any, options: dict) -> Attended:
         """By the method, or densely in the first planes."""
@@ -131,6 +118,35 @@ class Observed(Selector):
         if not self.dense_planes:
             return self.inner.attend(inner_state, q, k_pages, v_pages, view, plane=plane, **options)
         return jax.lax.cond(plane < self.dense_planes, lambda: by(Dense()), lambda: by(self.inner))
+
+
+def watch(
+    inner_state: Any, kv: PagedKV, requests: int, heads: int, tokens: int | None, shadow: PagedState | None = None
+) -> Watched:
+    """A state around one of the inner selector, before the first step.
+
+    heads: Hq. tokens: the longest request, for diagnostics; None: without them. shadow: an empty cache for every token,
+    where the inner selector keeps fewer.
+    """
+    seen = None
+    if tokens is not None:
+        shape = (kv.planes, requests, 1, heads)
+        q, out = (jnp.zeros((*shape, pool.shape[-1]), jnp.float32) for pool in (kv.k, kv.v))
+        seen = Seen(q, out, jnp.zeros((kv.planes, requests, kv.kv_heads, tokens), bool))
+    return Watched(inner_state, shadow, seen, jnp.zeros((kv.planes, requests), jnp.float32))
+
+
+def diagnosed(paged: PagedState, state: Watched) -> Diagnosis:
+    """What the last step missed, f32[planes, B]; `paged` is the method's cache after it."""
+    assert state.seen is not None
+    cache = paged if state.shadow is None else state.shadow
+    k_pages, v_pages = paging.flat(cache.kv)
+
+    def one(plane_and_seen: tuple[jax.Array, Seen]) -> Diagnosis:
+        plane, seen = plane_and_seen
+        return diagnose(seen.q[:, 0], seen.out[:, 0], k_pages, v_pages, paging.view(cache, plane), seen.read)
+
+    return jax.lax.map(one, (jnp.arange(cache.kv.planes, dtype=jnp.int32), state.seen))
 
 
 def _reserve(shadow: PagedState | None, counts: jax.Array, width: int) -> tuple[PagedState | None, Any]:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import decode
-from models.evaluation.diagnostics import Diagnosis
+from models.evaluation.diagnostics import Diagnosis, nothing
 from models.evaluation.methods import Method
-from models.evaluation.observed import Observed, Watched
+from models.evaluation.observed import Observed, Watched, diagnosed, watch
 from models.interface import LoopedModel
 from sparse_jax import paging
 from sparse_jax.paging import PagedState
@@ -104,9 +104,9 @@ def prefill(params: nnx.State, tokens: jax.Array, counts: jax.Array, *, graph: n
     return decode.prefill(model, tokens, counts, empty(model, shape), Dense(), ()).paged
 
 
-@functools.partial(jax.jit, static_argnames=("method", "shape"))
-def begin(paged: PagedState, budget: jax.Array, *, method: Method, shape: Shape) -> Watched:
-    """What a method that keeps all tokens remembers of a cache that was filled without it."""
+@functools.partial(jax.jit, static_argnames=("heads", "method", "shape"))
+def begin(paged: PagedState, budget: jax.Array, *, heads: int, method: Method, shape: Shape) -> Watched:
+    """What a method that keeps all tokens remembers of a cache that was filled without it; heads: Hq."""
     selector = method.at(budget, shape.most)
     planes, _, kv_heads, page_size, width = paged.kv.k.shape
     keys, _ = paging.flat(paged.kv)
@@ -121,7 +121,7 @@ def begin(paged: PagedState, budget: jax.Array, *, method: Method, shape: Shape)
         return selector.write(state, k, jnp.where(holds, slots, -1))
 
     state = jax.lax.fori_loop(0, planes, write, selector.init(paged.kv, shape.rows))
-    return _observed(method, budget, shape).watched(state, planes, shape.rows)
+    return watch(state, paged.kv, shape.rows, heads, _watched_tokens(shape))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "method", "shape"))
@@ -140,8 +140,10 @@ def prefill_own(
     held = method.at(shape.most, shape.most).tokens_held(shape.length, shape.length)
     paged = empty(model, shape, held)
     shadow = empty(model, shape) if shape.diagnostics else None
-    selector = _observed(method, budget, shape, shadow)
-    out = decode.prefill(model, tokens, counts, paged, selector, selector.begin(paged.kv, shape.rows))
+    selector = _observed(method, budget, shape)
+    inner = selector.inner.init(paged.kv, shape.rows)
+    state = watch(inner, paged.kv, shape.rows, model.config.num_heads, _watched_tokens(shape), shadow)
+    out = decode.prefill(model, tokens, counts, paged, selector, state)
     return out.paged, out.selector_state
 
 
@@ -167,7 +169,6 @@ def advance(
 
     def step(carry: tuple[PagedState, Watched], now: tuple[jax.Array, jax.Array]):
         (paged, state), (token, target) = carry, now
-        state = dataclasses.replace(state, asked=jnp.any(target >= 0))
         before = selector.next_positions(paged, state)
         out = decode.decode_step(
             model,
@@ -180,20 +181,25 @@ def advance(
         )
         watched = out.selector_state
         length = jnp.where(token >= 0, before + 1, 0)
-        steps = Steps(*judge(out.logits, target), length, watched.read, watched.found)
+        found = nothing(*watched.tokens_read.shape)
+        if shape.diagnostics:
+            # Only where an answer is judged: it reads everything.
+            asked = jnp.any(target >= 0)
+            found = jax.lax.cond(asked, lambda: diagnosed(out.paged, watched), lambda: nothing(*found.mass.shape))
+        steps = Steps(*judge(out.logits, target), length, watched.tokens_read, found)
         return (out.paged, watched), steps
 
     (paged, state), steps = jax.lax.scan(step, (paged, state), (tokens, targets))
     return paged, state, steps
 
 
-def _observed(method: Method, budget: Any, shape: Shape, shadow: PagedState | None = None) -> Observed:
-    return Observed(
-        inner=method.at(budget, shape.most),
-        diagnostics=shape.diagnostics,
-        shadow=shadow,
-        dense_planes=shape.dense_planes if method.keeps_all else 0,
-    )
+def _observed(method: Method, budget: Any, shape: Shape) -> Observed:
+    dense_planes = shape.dense_planes if method.keeps_all else 0
+    return Observed(inner=method.at(budget, shape.most), dense_planes=dense_planes)
+
+
+def _watched_tokens(shape: Shape) -> int | None:
+    return -(-shape.length // shape.page_size) * shape.page_size if shape.diagnostics else None
 
 
 def judge(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

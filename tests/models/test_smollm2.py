@@ -18,8 +18,8 @@ pytestmark = [
 ]
 TEXT = """\
 The sun is a star at the centre of our solar system. It is made mostly of hydrogen and helium, and its energy comes from
-nuclear fusion in its core. Light from the sun takes about eight minutes to reach the earth. Without it there would be no
-life on our planet, because plants need light to grow and animals need plants to eat."""
+nuclear fusion in its core. Light from the sun takes about eight minutes to reach the earth. Without it there would be
+no life on our planet, because plants need light to grow and animals need plants to eat."""
 WIDTH = 128
 
 
@@ -51,7 +51,7 @@ def test_it_knows_the_capital_of_france(tokenizer, logits):
 
 
 def test_it_expects_plain_english(tokenizer, logits):
-    """Perplexity is 9 here; with rotary rows left in pairs it is far above 50."""
+    """Perplexity is about 9; with rotary rows left in pairs it is 45."""
     ids = tokenizer.encode(TEXT)[:WIDTH]
     scores = jax.nn.log_softmax(logits(ids)[:-1])
     assert np.exp(-np.mean(scores[np.arange(len(ids) - 1), ids[1:]])) < 15

@@ -41,12 +41,16 @@ class Tokens:
     v: jax.Array
 
 
-def draw(sizes, seed=0, sharpness=2.0):
+def draw(sizes, seed=0, trend=0.15):
+    """Random tokens, of which some are heavy hitters, later ones rather: else the first ones would always win."""
     rng, batch = np.random.default_rng(seed), len(sizes.counts)
     heads = (sizes.kv_heads * sizes.group, sizes.kv_heads, sizes.kv_heads)
     shapes = [(sizes.planes, batch, sizes.total, n, sizes.width) for n in heads]
-    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    return Tokens(*(jnp.asarray(x) for x in (sharpness * q, k, v)))
+    q, k, v = (rng.standard_normal(shape) for shape in shapes)
+    affinity = 1.5 * rng.standard_normal(shapes[1][:-1]) + trend * np.arange(sizes.total)[:, None]
+    q[..., 0] = 0.5 * q[..., 0] + 2
+    k[..., 0] = affinity
+    return Tokens(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
 
 
 def empty(sizes):
@@ -82,11 +86,13 @@ def prefill(selector, paged, state, counts, tokens, width):
     """Prompts of counts i32[B] tokens through every plane."""
     paged, state, room = selector.reserve_prompt(paged, state, counts, width)
     past = (jnp.arange(width) >= counts[:, None])[..., None, None]
-    for plane in range(paged.kv.planes):
+
+    def store(plane, carry):
         # Nothing that lies behind a prompt may matter.
         q, k, v = (jnp.where(past, jnp.nan, x[plane, :, :width]) for x in (tokens.q, tokens.k, tokens.v))
-        paged, state, _ = selector.store_prompt(paged, state, plane, room, q, k, v)
-    return paged, state
+        return selector.store_prompt(*carry, plane, room, q, k, v)[:2]
+
+    return jax.lax.fori_loop(0, paged.kv.planes, store, (paged, state))
 
 
 def step(selector, paged, state, takes_part, tokens):
@@ -200,12 +206,6 @@ def sum_up(plain, p):
     """H2O: mean over the group, added up."""
     for head, weights in enumerate(p):
         plain.scores[head, plain.held[head]] += weights.mean(axis=0)
-
-
-def last_only(plain, p):
-    """TOVA: mean over all heads, of the last query alone."""
-    plain.scores[:] = 0
-    plain.scores[:, plain.held[0]] = np.concatenate(p).mean(axis=0)
 
 
 def assert_follows(run, sizes, plain, atol=2e-5):

@@ -1,13 +1,13 @@
 """Evicting H2O and TOVA, step by step, against the papers' rules."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_jax import selectors
+from sparse_jax import paging, selectors
 from sparse_jax.selectors import H2OEvicting
 from tests.sparse_jax.selectors.evicting_cache import (
     Plain,
@@ -17,109 +17,90 @@ from tests.sparse_jax.selectors.evicting_cache import (
     draw,
     empty,
     jit_decode,
-    last_only,
     softmax,
     sum_up,
     whole_run,
 )
 
-BUDGET = 6
+BUDGET, SIZES = 6, Sizes()
 
 
-def h2o(tokens, plane, request, count, *, recent=BUDGET // 2, sinks=0, limit=BUDGET, prompt=None):
-    def mean_of_sums(p):
-        return p.sum(axis=2).mean(axis=1)
-
-    rule = {"limit": limit, "sinks": sinks, "recent": recent, "prompt": prompt or mean_of_sums, "update": sum_up}
-    return Plain(tokens, plane, request, count, **rule)
+def mean_of_sums(p):
+    return p.sum(axis=2).mean(axis=1)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4])
-def test_evicting_h2o_follows_the_paper(group):
+def h2o(tokens, plane, request, count, *, limit=BUDGET, recent=BUDGET // 2, **rule):
+    rule = {"sinks": 0, "prompt": mean_of_sums, "update": sum_up} | rule
+    return Plain(tokens, plane, request, count, limit=limit, recent=recent, **rule)
+
+
+def loudest(plain, p):
+    """A wrong rule: the largest probability of a group."""
+    for head, weights in enumerate(p):
+        plain.scores[head, plain.held[head]] += weights.max(axis=0)
+
+
+def last_only(plain, p):
+    """TOVA: mean over all heads, of the last query alone."""
+    plain.scores[:] = 0
+    plain.scores[:, plain.held[0]] = np.concatenate(p).mean(axis=0)
+
+
+def last_query(p):
+    return p[:, :, -1:].mean(axis=(0, 1)) if p.size else np.zeros((p.shape[0], 0))
+
+
+def test_evicting_h2o_follows_the_paper():
     """Prompts longer and shorter than the budget, one that does not take part, one that pauses."""
-    sizes = Sizes(group=group)
-    assert_follows(whole_run(H2OEvicting(budget=BUDGET), sizes), sizes, h2o)
+    assert_follows(whole_run(H2OEvicting(budget=BUDGET), SIZES), SIZES, h2o)
 
 
-def test_sinks_a_window_and_a_share_of_the_prompt():
-    sizes = Sizes()
+WRONG = {
+    "the last query alone": {"update": last_only},
+    "the largest of the group": {"update": loudest},
+    "the prompt does not vote": {"prompt": lambda p: 0.0},
+    "a recent token too few": {"recent": BUDGET // 2 - 1},
+    "one token too many": {"limit": BUDGET + 1},
+    "sinks": {"sinks": 2},
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_mutation_another_rule_chooses_other_victims(change):
+    with pytest.raises(AssertionError):
+        assert_follows(whole_run(H2OEvicting(budget=BUDGET), SIZES), SIZES, functools.partial(h2o, **WRONG[change]))
+
+
+def test_one_head_sinks_a_window_and_a_share_of_the_prompt():
+    """A share of 0.5: a prompt of 11 holds 6 tokens, one of 3 holds 2; window and sink fit into that."""
+    sizes = Sizes(group=1)
 
     def plain(tokens, plane, request, count):
-        # A share of 0.5: a request with 11 prompt tokens holds 6, with 3 two; the window and the sinks fit in that.
         return h2o(tokens, plane, request, count, limit=max(1, -(-count // 2)), sinks=1, recent=2)
 
     assert_follows(whole_run(H2OEvicting(budget=0.5, sinks=1, recent=2), sizes), sizes, plain)
 
 
-def test_decay_and_prompts_that_do_not_vote():
-    sizes = Sizes(planes=1)
+def test_four_heads_decay_and_prompts_that_do_not_vote():
+    sizes = Sizes(group=4)
 
-    def plain(tokens, plane, request, count):
-        reference = h2o(tokens, plane, request, count, prompt=lambda p: np.zeros(p.shape[::2][:1] + p.shape[3:]))
-
-        def update(plain, p):
-            plain.scores *= 0.5
-            sum_up(plain, p)
-
-        reference.update = update
-        return reference
+    def decayed(plain, p):
+        plain.scores *= 0.5
+        sum_up(plain, p)
 
     run = whole_run(H2OEvicting(budget=BUDGET, decay=0.5, prompt_queries=False), sizes)
-    assert_follows(run, sizes, plain)
+    assert_follows(run, sizes, functools.partial(h2o, prompt=lambda p: 0.0, update=decayed))
     # The prompt of 11 keeps its last 6 tokens; one of them has gone for token 11.
-    assert set(run[3].held(0, 0, 0, 0)) < set(range(5, 12))
-
-
-def test_decay_weighs_the_queries_of_the_prompt():
-    sizes = Sizes(planes=1)
-
-    def plain(tokens, plane, request, count):
-        weights = 0.5 ** np.arange(count)[::-1]
-        reference = h2o(tokens, plane, request, count, prompt=lambda p: (p.mean(axis=1) * weights[:, None]).sum(axis=1))
-
-        def update(plain, p):
-            plain.scores *= 0.5
-            sum_up(plain, p)
-
-        reference.update = update
-        return reference
-
-    assert_follows(whole_run(H2OEvicting(budget=BUDGET, decay=0.5), sizes), sizes, plain)
-
-
-def tova(tokens, plane, request, count):
-    def last_query(p):
-        return p[:, :, -1:].mean(axis=(0, 1)) if p.size else np.zeros((p.shape[0], 0))
-
-    rule = {"limit": BUDGET, "sinks": 0, "recent": 1, "prompt": last_query, "update": last_only}
-    return Plain(tokens, plane, request, count, **rule)
+    assert run[3].held(0, 0, 0, 0) == [6, 7, 8, 9, 10, 11]
 
 
 def test_tova_follows_the_paper():
-    sizes = Sizes()
-    run = whole_run(selectors.get("tova", budget=BUDGET), sizes)
-    assert_follows(run, sizes, tova)
+    run = whole_run(selectors.get("tova", budget=BUDGET), SIZES)
+    rule = {"recent": 1, "prompt": last_query, "update": last_only}
+    assert_follows(run, SIZES, functools.partial(h2o, **rule))
     np.testing.assert_array_equal(run[3].positions[:, :, :, 0], run[3].positions[:, :, :, 1])  # of both KV heads
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoudestHead(H2OEvicting):
-    def updated(self, scores, weights):
-        return scores + weights.max(axis=2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Newest(H2OEvicting):
-    def protected(self, limit):
-        sinks, recent = super().protected(limit)
-        return sinks, jnp.maximum(recent - 1, 1)
-
-
-@pytest.mark.parametrize("wrong", [LoudestHead, Newest])
-def test_mutation_another_victim_is_found_out(wrong):
-    sizes = Sizes()
     with pytest.raises(AssertionError):
-        assert_follows(whole_run(wrong(budget=BUDGET), sizes), sizes, h2o)
+        assert_follows(run, SIZES, functools.partial(h2o, **rule | {"update": sum_up}))
 
 
 def follow(rows, tokens, budget, recent):
@@ -153,7 +134,7 @@ LONG = Sizes(counts=(0,), total=4096, group=1, kv_heads=1, planes=1, page_size=1
 
 
 def test_4096_tokens_with_a_budget_of_512_in_bounded_memory():
-    selector, tokens = H2OEvicting(budget=512), draw(LONG, sharpness=1.0)
+    selector, tokens = H2OEvicting(budget=512), draw(LONG, trend=0.0)
     paged = empty(LONG)
     part = jnp.ones((LONG.total, 1), bool)
     paged, state, rows = jit_decode(selector, paged, selector.init(paged.kv, 1), part, tokens)
@@ -166,5 +147,5 @@ def test_4096_tokens_with_a_budget_of_512_in_bounded_memory():
     # The sums are those of 4,096 queries, less what left with the evicted ones.
     assert state.scores.dtype == jnp.float32
     assert float(state.scores.sum()) < 4096
-    released, _ = jax.jit(lambda paged: selectors.base.paging.release(paged, jnp.array([True])))(paged)
+    released, _ = jax.jit(lambda paged: paging.release(paged, jnp.array([True])))(paged)
     assert int(released.pool.free_count) == LONG.pages, "none leaks"

@@ -94,10 +94,10 @@ def token_bytes(case: DecodeShape, kv_dtype: str | None = None) -> int:
 
 
 def select_pages_bytes(case: DecodeShape) -> int:
-    """Two float32 summaries of every page and the page table, beside what attention to the chosen pages reads."""
+    """Two summaries of every page and the page table, beside what attention to the chosen pages reads."""
     table = case.batch * case.pages_per_request
-    summaries = 2 * table * case.kv_heads * case.head_dim
-    return case.bytes_read(case.kept_pages * case.page_size, table + summaries)
+    summaries = 2 * table * case.kv_heads * case.head_dim * case.itemsize
+    return case.bytes_read(case.kept_pages * case.page_size, table) + summaries
 
 
 def select_tokens_bytes(case: DecodeShape) -> int:

@@ -153,3 +153,13 @@ STEP_CPU = (
     StepShape(name="cpu-b2-1k", attention=DecodeShape(name="cpu-b2-1k", batch=2, context=1024, **_CPU), layers=(1, 4)),
 )
 STEP_CPU_QUICK = ("cpu-b2-1k",)
+
+SELECT = (
+    DecodeShape(name="b64-32k", batch=64, context=32_768),
+    DecodeShape(name="b64-128k", batch=64, context=131_072),
+    DecodeShape(name="b8-32k", batch=8, context=32_768),
+    DecodeShape(name="b1-128k", batch=1, context=131_072),
+)
+SELECT_QUICK = ("b64-32k",)
+SELECT_CPU = (DecodeShape(name="cpu-b4-4k", batch=4, context=4096, **_CPU),)
+SELECT_CPU_QUICK = ("cpu-b4-4k",)

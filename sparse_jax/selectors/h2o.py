@@ -20,6 +20,7 @@ from jax import lax
 from sparse_jax.h2o import DECAY, GROUPS, h2o_accumulate
 from sparse_jax.paging import PagedKV, PageView
 from sparse_jax.selectors.base import Selector, make, register
+from sparse_jax.selectors.h2o_evicting import H2OEvicting
 from sparse_jax.selectors.tokens import TokenSelector
 from sparse_jax.validation import as_array, as_ids, require
 
@@ -160,7 +161,7 @@ def h2o(*, form: str = "select", **options: Any) -> Selector:
     form: "select" keeps all keys and values and reads few (`H2O`); "evict" drops tokens for good (`H2OEvicting`).
     Options are those of the class. Raises ValueError for another form or unknown options.
     """
-    forms: dict[str, type[Selector]] = {"select": H2O}
+    forms: dict[str, type[Selector]] = {"select": H2O, "evict": H2OEvicting}
     if form not in forms:
         raise ValueError(f"h2o: form must be one of {', '.join(map(repr, forms))}, got {form!r}.")
     return make("h2o", forms[form], options)

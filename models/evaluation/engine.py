@@ -323,9 +323,12 @@ def contexts(shape: Shape, prompts: Sequence[Prompt]) -> tuple[jax.Array, jax.Ar
 def questions(prompts: Sequence[Prompt], chunk: int) -> tuple[np.ndarray, np.ndarray]:
     """What is fed after the context, and what each step is judged by: both i32[steps, R], -1 is nothing.
 
-    The number of steps is a multiple of `chunk`. The last token of an answer is judged, but never fed.
+    The number of steps is a multiple of `chunk`. The last token of an answer is judged, but never fed. Raises
+    ValueError for more tokens than `run.ASKED`.
     """
     steps = max(len(prompt.question) + len(prompt.answer) for prompt in prompts) - 1
+    if steps >= run.ASKED:
+        raise ValueError(f"question and answer have {steps + 1} tokens, and at most {run.ASKED} may be; take less")
     fed = np.full((math.ceil(steps / chunk) * chunk, len(prompts)), -1, np.int32)
     targets = np.full_like(fed, -1)
     for row, prompt in enumerate(prompts):

@@ -26,6 +26,9 @@ from sparse_jax import paging
 from sparse_jax.paging import PagedState
 from sparse_jax.selectors import Dense
 
+ASKED = 128
+"""Tokens of question and answer at most; caches of methods that hold few tokens have room for so many more."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -101,7 +104,9 @@ def _model(graph: nnx.GraphDef, params: nnx.State, shape: Shape) -> Any:
 def prefill(params: nnx.State, tokens: jax.Array, counts: jax.Array, *, graph: nnx.GraphDef, shape: Shape):
     """The cache of contexts tokens i32[R, length], right-padded, counts i32[R], as dense attention leaves it."""
     model = _model(graph, params, shape)
-    return decode.prefill(model, tokens, counts, empty(model, shape), Dense(), ()).paged
+    # The barrier keeps XLA from computing what happens to a cache of zeros while it compiles.
+    paged = jax.lax.optimization_barrier(empty(model, shape))
+    return decode.prefill(model, tokens, counts, paged, Dense(), ()).paged
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "method", "shape"))
@@ -137,12 +142,13 @@ def prefill_own(
 ) -> tuple[PagedState, Watched]:
     """Cache and state of contexts whose storing is the method's own business; budget i32[R, 1]."""
     model = _model(graph, params, shape)
-    held = method.at(shape.most, shape.most).tokens_held(shape.length, shape.length)
-    paged = empty(model, shape, held)
+    selector, prompts = method.at(shape.most, shape.most), {shape.length, max(1, shape.length - ASKED)}
+    paged = empty(model, shape, max(selector.tokens_held(prompt, shape.length) for prompt in prompts))
     shadow = empty(model, shape) if shape.diagnostics else None
     selector = _observed(method, budget, shape)
     inner = selector.inner.init(paged.kv, shape.rows)
     state = watch(inner, paged.kv, shape.rows, model.config.num_heads, _watched_tokens(shape), shadow)
+    paged, state = jax.lax.optimization_barrier((paged, state))
     out = decode.prefill(model, tokens, counts, paged, selector, state)
     return out.paged, out.selector_state
 

@@ -23,14 +23,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, next_power_of_two
-from pallas_kernels.decode_call import Program, Shape, split_range, this_program
-from pallas_kernels.online_softmax import LOG2E, Keys, columns, rows_of
+from pallas_kernels.decode_call import Shape, split_range, this_program
+from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product
+from pallas_kernels.online_softmax import LOG2E, Keys, rows_of
 from pallas_kernels.paged_decode import table_pages
 from pallas_kernels.pairs import as_pairs
 from pallas_kernels.positions import of_head
 
 UPDATE_TOKENS = 1024  # of a program of `h2o_update`
-PARTS = 3  # bfloat16 numbers that add up to a float32 one
 
 
 def h2o_scores_kernel(
@@ -49,10 +49,10 @@ def h2o_scores_kernel(
 ):
     """One program: a tile of query rows against a share of the window."""
     program = this_program(shape, launch)
-    group, head, split, rows = program
-    is_row = rows < shape.rows
+    group, head, split, _ = program
+    rows, is_row = rows_of_product(program, shape)
     start, end = windows_ref[group, head, 0], windows_ref[group, head, 1]
-    parts = [_query_part(part, parts_ref, k_ref, program, shape) for part in range(parts_ref.shape[0])]
+    parts = load_parts(parts_ref, k_ref.dtype, program, shape)
     factor = factors_ref[0] * LOG2E
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -64,10 +64,7 @@ def h2o_scores_kernel(
         present = present & inside
         keys = Keys(page, offset, present, present[None, :])
         k = rows_of(k_ref, keys, head, parts[0][0].dtype, shape.interpret)
-        s = functools.reduce(
-            jnp.add,
-            [lowering.dot(q_piece, piece.T) for part in parts for q_piece, piece in zip(part, k, strict=True)],
-        )
+        s = product(parts, k, shape)
         s = jnp.where(present[None, :], s * factor, -jnp.inf)
         lowering.store(s_ref.at[group, head, rows[:, None], token[None, :]], s, mask=is_row[:, None] & inside[None, :])
         m_new = jnp.maximum(m, jnp.max(s, axis=1))
@@ -75,24 +72,10 @@ def h2o_scores_kernel(
         return m_new, l * jnp.exp2(m - shift) + jnp.sum(jnp.exp2(s - shift[:, None]), axis=1)
 
     first, last = split_range(start, end, table_ref.shape[-1] * shape.page_size, program, launch)
-    size = launch.block_rows
-    nothing = jnp.full((size,), -jnp.inf, jnp.float32), jnp.zeros((size,), jnp.float32)
+    nothing = jnp.full(rows.shape, -jnp.inf, jnp.float32), jnp.zeros(rows.shape, jnp.float32)
     m, l = lax.fori_loop(first, last, step, nothing)
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(jnp.where(l == 0, 1.0, l)))
     lowering.store(lse_ref.at[split, group, head, rows], lse, mask=is_row)
-
-
-def _query_part(part: int, parts_ref: Any, k_ref: Any, program: Program, shape: Shape) -> list[jax.Array]:
-    """One part of a tile of queries, in the pieces that keys come in."""
-    group, head, _, rows = program
-    return [
-        lowering.load(
-            parts_ref.at[part, group, head, rows[:, None], cols[None, :]],
-            mask=(rows < shape.rows)[:, None] & inside[None, :],
-            other=0.0,
-        )
-        for cols, inside in columns(shape.key_width, k_ref.dtype)
-    ]
 
 
 def h2o_update_kernel(
@@ -207,22 +190,3 @@ def h2o_accumulate(
         interpret=interpret,
         aliases={len(operands) - 1: 0},
     )(*operands)
-
-
-def in_parts(q: jax.Array, stored: Any) -> jax.Array:
-    """Queries as [parts, ...] in the dtype that they are multiplied with keys in; the parts add up to them.
-
-    Keys of bfloat16 and e4m3 are exact in bfloat16, which the matrix units multiply; a query of more digits is cut into
-    bfloat16 numbers. Other keys are multiplied in float32, without matrix units.
-    """
-    if stored not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        return q.astype(jnp.float32)[None]
-    if q.dtype == jnp.bfloat16:
-        return q[None]
-    rest, parts = q.astype(jnp.float32), []
-    for _ in range(PARTS):
-        # reduce_precision: XLA may simplify a plain cast there and back away, and with it what is left over.
-        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
-        parts.append(part.astype(jnp.bfloat16))
-        rest = rest - part
-    return jnp.stack(parts)

@@ -4,101 +4,60 @@ For query row r and a page with lo <= k <= hi for each of its keys k:
 
     bound[r] = sum_d max(q[r, d] * lo[d], q[r, d] * hi[d])  >=  q[r] . k
 
-Without hi: bound[r] = q[r] . lo.
+The larger product is that with hi where q is positive and that with lo where it is negative, so a bound is two products
+of matrices, max(q, 0) hi + min(q, 0) lo. Without hi: bound[r] = q[r] . lo.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import next_power_of_two
+from pallas_kernels.config import Config, Launch
+from pallas_kernels.decode_call import Shape, split_range, this_program
+from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product
+from pallas_kernels.online_softmax import Keys, rows_of
 from pallas_kernels.positions import of_head
-
-PROGRAM_BYTES = 16 * 1024  # of summaries, in the registers of a program: a multiprocessor holds four such programs
-PART_BYTES = 128  # of a summary that neighbouring lanes read together, 16 bytes each
-MOST_PARTS = 8
-UNROLLED_ROWS = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PageBoundsConfig:
-    """Tuning values. pages: of a program, a power of two; None: 16 KB of summaries. num_warps: a power of two."""
-
-    pages: int | None = None
-    num_warps: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("pages", "num_warps"):
-            value = getattr(self, name)
-            if value is not None and (value < 1 or value & (value - 1)):
-                raise ValueError(f"{name} must be a power of two, got {value}")
 
 
 def page_bounds_kernel(
     # inputs
-    q_ref,  # f32[B, Hkv, rows, D]
-    lo_ref,  # [N, Hkv, D]
-    hi_ref,  # [N, Hkv, D], or None
+    terms,  # one or two pairs of ([parts, B, Hkv, rows, D] that add up to the queries, [N, Hkv, 1, D])
     page_ids_ref,  # i32[B, Hkv or 1, W]
     # outputs
     bounds_ref,  # f32[B, Hkv, rows, W]
     *,
-    kv_heads: int,
-    pages: int,  # of a program
-    blocks: int,  # programs of a (request, KV head)
-    part: int,  # columns that are read together
+    shape: Shape,
+    launch: Launch,
 ):
-    """One program: all query rows of a (request, KV head) against some of its pages, whose summaries are read once."""
-    rows, width = q_ref.shape[2:]
+    """One program: a tile of query rows against a share of the pages of a (request, KV head)."""
+    program = this_program(shape, launch)
+    group, head, _, _ = program
+    rows, is_row = rows_of_product(program, shape)
     table_width = page_ids_ref.shape[-1]
-    rest, block = lax.div(pl.program_id(0), jnp.int32(blocks)), lax.rem(pl.program_id(0), jnp.int32(blocks))
-    request, head = lax.div(rest, jnp.int32(kv_heads)), lax.rem(rest, jnp.int32(kv_heads))
-    place = block * pages + jnp.arange(pages, dtype=jnp.int32)
-    inside = place < table_width
-    ids = lowering.load(
-        page_ids_ref.at[request, of_head(page_ids_ref, head), jnp.where(inside, place, 0)], mask=inside, other=-1
-    )
-    ids = jnp.where((ids >= 0) & (ids < lo_ref.shape[0]), ids, 0)
-    columns = [first + jnp.arange(part, dtype=jnp.int32) for first in range(0, width, part)]
-    masks = [None if width % part == 0 else column < width for column in columns]
+    queries = [load_parts(parts_ref, summary_ref.dtype, program, shape) for parts_ref, summary_ref in terms]
 
-    def read(ref: Any) -> list[jax.Array]:
-        """Part by part, f32[pages, part]."""
-        values = []
-        for column, exists in zip(columns, masks):
-            mask = inside[:, None] if exists is None else inside[:, None] & exists[None, :]
-            index = (ids[:, None], head, column[None, :])
-            values.append(lowering.load(ref.at[index], mask=mask, other=0.0).astype(jnp.float32))
-        return values
+    def step(index: jax.Array, carry: None) -> None:
+        place = index * launch.block_tokens + jnp.arange(launch.block_tokens, dtype=jnp.int32)
+        inside = place < table_width
+        at = page_ids_ref.at[group, of_head(page_ids_ref, head), jnp.where(inside, place, 0)]
+        ids = lowering.load(at, mask=inside, other=-1)
+        page = jnp.where((ids >= 0) & (ids < shape.pages), ids, 0)
+        keys = Keys(page, jnp.zeros_like(page), inside, inside[None, :])
+        total: Any = 0.0
+        for parts, (_, summary_ref) in zip(queries, terms, strict=True):
+            summaries = rows_of(summary_ref, keys, head, parts[0][0].dtype, shape.interpret)
+            total = total + product(parts, summaries, shape)
+        at = bounds_ref.at[group, head, rows[:, None], place[None, :]]
+        lowering.store(at, total, mask=is_row[:, None] & inside[None, :])
 
-    lows = read(lo_ref)
-    highs = lows if hi_ref is None else read(hi_ref)
-
-    def one_row(row: Any, _: Any) -> None:
-        total = jnp.zeros((pages, part), jnp.float32)
-        for column, exists, lo, hi in zip(columns, masks, lows, highs):
-            q = lowering.load(q_ref.at[request, head, row, column], mask=exists, other=None if exists is None else 0.0)
-            q = q[None, :]
-            # lo <= hi, so the larger product is that with hi where q is positive.
-            total = total + q * (lo if hi_ref is None else jnp.where(q > 0, hi, lo))
-        # Parts are added within a lane, and only then lane to lane.
-        bound = jnp.sum(total, axis=1)
-        # The interpreter writes masked elements back: one past the end is nobody's place.
-        lowering.store(bounds_ref.at[request, head, row, jnp.where(inside, place, table_width)], bound, mask=inside)
-
-    if rows <= UNROLLED_ROWS:  # the queries of all rows are on their way before the first is needed
-        for row in range(rows):
-            one_row(row, None)
-    else:
-        lax.fori_loop(0, rows, one_row, None)
+    first, last = split_range(0, table_width, table_width, program, launch)
+    lax.fori_loop(first, last, step, None)
 
 
 def page_bounds(
@@ -107,31 +66,40 @@ def page_bounds(
     hi: jax.Array | None,
     page_ids: jax.Array,
     *,
-    config: PageBoundsConfig | None = None,
+    config: Config | None = None,
     interpret: bool,
 ) -> jax.Array:
     """Bounds of the scores of pages, or with hi None their products q . lo.
 
-    q f32[B, Hkv, rows, D], scaled; lo, hi [N, Hkv, D] of one dtype, float32 or 16-bit; page_ids i32[B, Hkv or 1, W].
-    Returns f32[B, Hkv, rows, W], computed in float32; an absent page has the value of page 0.
+    q [B, Hkv, rows, D]; lo, hi [N, Hkv, D] of one dtype, float32 or 16-bit; page_ids i32[B, Hkv or 1, W]. Returns
+    f32[B, Hkv, rows, W]; an absent page has the value of page 0.
     """
-    batch, kv_heads, rows, width = q.shape
-    config = config or PageBoundsConfig()
-    itemsize = lo.dtype.itemsize
-    part = min(next_power_of_two(width), max(PART_BYTES // itemsize, next_power_of_two(width) // MOST_PARTS))
-    read = -(-width // part) * part * itemsize * (1 if hi is None else 2)  # bytes of a page
-    pages = config.pages or max(1, min(64, next_power_of_two(PROGRAM_BYTES // read + 1) // 2))
-    blocks = -(-page_ids.shape[-1] // pages)
-    operands = (q, lo, hi, page_ids)
+    (batch, kv_heads, rows, width), pages = q.shape, lo.shape[0]
+    shape = Shape(
+        groups=batch,
+        kv_heads=kv_heads,
+        rows=rows,
+        group_size=rows,
+        pages=pages,
+        page_size=1,
+        key_width=width,
+        value_width=width,
+        scale=1.0,
+        soft_cap=None,
+        interpret=interpret,
+    )
+    launch = shape.launch(config, page_ids.shape[-1], lo.dtype, by_page=False)
+    pairs = [(q, lo)] if hi is None else [(jnp.maximum(q, 0), hi), (jnp.minimum(q, 0), lo)]
+    operands = [(in_parts(side, lo.dtype), summary[:, :, None]) for side, summary in pairs], page_ids
     bounds = lowering.result((batch, kv_heads, rows, page_ids.shape[-1]), jnp.float32, operands)
     return lowering.call(
-        functools.partial(page_bounds_kernel, kv_heads=kv_heads, pages=pages, blocks=blocks, part=part),
+        functools.partial(page_bounds_kernel, shape=shape, launch=launch),
         name="page_bounds",
-        programs=batch * kv_heads * blocks,
+        programs=shape.programs(launch),
         in_specs=jax.tree.map(lowering.whole, operands),
         out_specs=lowering.whole(bounds),
         out_shape=bounds,
-        num_warps=config.num_warps,
-        num_stages=1,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
         interpret=interpret,
     )(*operands)

@@ -159,10 +159,11 @@ def _products(summary: jax.Array, hi: jax.Array | None, q: jax.Array, ids: jax.A
     """f32[B, Hkv, G, T, W] for q [B, T, Hq, D], ids i32[B, Hkv or 1, W]; some number for an absent page."""
     batch, rows, heads, width = q.shape
     kv_heads = summary.shape[1]
-    q = q.astype(jnp.float32).reshape(batch, rows, kv_heads, heads // kv_heads, width) * scale
+    # Not scaled yet: a 16-bit query is exact as it is.
+    q = (q if scale >= 0 else -q).reshape(batch, rows, kv_heads, heads // kv_heads, width)
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
     found = dispatch.run(None, (q, summary, hi, ids), xla=xla.page_bounds, kernel=pallas_kernels.page_bounds)
-    return found.reshape(batch, kv_heads, -1, rows, ids.shape[-1])
+    return abs(scale) * found.reshape(batch, kv_heads, -1, rows, ids.shape[-1])
 
 
 class Writes(NamedTuple):

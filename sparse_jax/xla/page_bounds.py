@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 
 def page_bounds(
-    q: jax.Array,  # f32[B, Hkv, rows, D], scaled
+    q: jax.Array,  # [B, Hkv, rows, D]
     lo: jax.Array,  # [N, Hkv, D], the smallest value of each key component of a page
     hi: jax.Array | None,  # [N, Hkv, D], the largest; None: plain products with lo
     page_ids: jax.Array,  # i32[B, Hkv or 1, W]
 ) -> jax.Array:
     """f32[B, Hkv, rows, W]: sum_d max(q_d lo_d, q_d hi_d), or q . lo; an absent page has the value of page 0."""
-    pages, kv_heads, _ = lo.shape
+    q, (pages, kv_heads, _) = q.astype(jnp.float32), lo.shape
     ids = jnp.where((page_ids >= 0) & (page_ids < pages), page_ids, 0)
     head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
     product = functools.partial(jnp.einsum, "bkrd,bkwd->bkrw", precision="highest")

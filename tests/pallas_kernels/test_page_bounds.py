@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import lowering
-from pallas_kernels.page_bounds import PageBoundsConfig
+from pallas_kernels import Config, lowering
 from sparse_jax import xla
 from tests.compare import assert_close
 
@@ -18,8 +17,9 @@ SHAPES = [  # B, Hkv, rows, D, N, W, heads of the table, dtype of the summaries
     (2, 2, 4, 64, 40, 33, 1, "bfloat16"),
     (1, 3, 1, 80, 9, 7, 3, "float32"),
     (2, 1, 7, 7, 200, 150, 1, "float16"),
-    (1, 2, 9, 200, 12, 10, 1, "bfloat16"),  # more rows than are unrolled, several parts, the last one cut
+    (1, 2, 19, 200, 12, 10, 1, "bfloat16"),  # more rows than a tile has
     (1, 1, 2, 576, 5, 5, 1, "float32"),
+    (1, 2, 1, 64, 40, 33, 1, "bfloat16"),  # the parts of one row are a tile
 ]
 FORMS = ["box", "vector"]
 
@@ -67,10 +67,7 @@ def test_equals_the_definition(shape, form, implementation):
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_tuning_values_change_no_result(implementation):
     x = make(SHAPES[0])
-    for config in (PageBoundsConfig(pages=1), PageBoundsConfig(pages=16, num_warps=2)):
-        assert_close(run(x, implementation, config), oracle(*x), "float32")
-    with pytest.raises(ValueError, match="pages must be a power of two, got 12"):
-        PageBoundsConfig(pages=12)
+    assert_close(run(x, implementation, Config(block_tokens=16, splits=2, num_warps=2)), oracle(*x), "float32")
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

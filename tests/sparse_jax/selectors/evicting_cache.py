@@ -1,7 +1,6 @@
 """Prompts and decode steps through an evicting selector, and its rule in plain NumPy (float64)."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,28 +129,36 @@ def decode(selector, paged, state, takes_part, tokens):
     return paged, state, rows
 
 
-jit_prefill = jax.jit(prefill, static_argnums=(0, 5), donate_argnums=(1, 2))
-jit_step = jax.jit(step, static_argnums=0)
-jit_decode = jax.jit(decode, static_argnums=0, donate_argnums=(1, 2))
+# Compiling is what takes time here, a third of it in LLVM's optimisations.
+QUICK = {"xla_backend_optimization_level": 0}
+jit_prefill = jax.jit(prefill, static_argnums=(0, 5), donate_argnums=(1, 2), compiler_options=QUICK)
+jit_decode = jax.jit(decode, static_argnums=0, donate_argnums=(1, 2), compiler_options=QUICK)
 
 
-def begin(selector, sizes, tokens, counts=None):
+def begin(selector, sizes, tokens, paged=None, state=None):
     """The caches after the prompts."""
-    paged = empty(sizes)
-    state = selector.init(paged.kv, len(sizes.counts))
-    counts = jnp.asarray(sizes.counts if counts is None else counts, jnp.int32)
-    return jit_prefill(selector, paged, state, counts, tokens, sizes.prompt)
+    paged = empty(sizes) if paged is None else paged
+    state = selector.init(paged.kv, len(sizes.counts)) if state is None else state
+    return jit_prefill(selector, paged, state, jnp.asarray(sizes.counts, jnp.int32), tokens, sizes.prompt)
 
 
-@functools.cache
-def whole_run(selector, sizes, seed=0):
-    """(tokens, paged, state, rows as NumPy): prompts, then steps in which request 1 pauses now and then."""
-    tokens = draw(sizes, seed)
-    paged, state = begin(selector, sizes, tokens)
+def parts(sizes):
+    """Who takes part in which step, bool[steps, B]: all that have a prompt, but request 1 pauses now and then."""
     part = np.tile(np.asarray(sizes.counts) > 0, (sizes.steps, 1))
     part[2::5, 1] = False
-    paged, state, rows = jit_decode(selector, paged, state, jnp.asarray(part), tokens)
+    return jnp.asarray(part)
+
+
+def go_on(selector, sizes, tokens, paged, state, part=None):
+    """(tokens, paged, state, rows as NumPy) after steps."""
+    paged, state, rows = jit_decode(selector, paged, state, parts(sizes) if part is None else part, tokens)
     return tokens, paged, state, jax.tree.map(np.asarray, rows)
+
+
+def whole_run(selector, sizes, seed=0):
+    """Prompts, then steps."""
+    tokens = draw(sizes, seed)
+    return go_on(selector, sizes, tokens, *begin(selector, sizes, tokens))
 
 
 def softmax(scores):

@@ -14,9 +14,9 @@ from tests.sparse_jax.selectors.evicting_cache import (
     Sizes,
     Steps,
     assert_follows,
+    decode,
     draw,
     empty,
-    jit_decode,
     softmax,
     sum_up,
     whole_run,
@@ -50,9 +50,14 @@ def last_query(p):
     return p[:, :, -1:].mean(axis=(0, 1)) if p.size else np.zeros((p.shape[0], 0))
 
 
-def test_evicting_h2o_follows_the_paper():
+@pytest.fixture(scope="module")
+def run():
     """Prompts longer and shorter than the budget, one that does not take part, one that pauses."""
-    assert_follows(whole_run(H2OEvicting(budget=BUDGET), SIZES), SIZES, h2o)
+    return whole_run(H2OEvicting(budget=BUDGET), SIZES)
+
+
+def test_evicting_h2o_follows_the_paper(run):
+    assert_follows(run, SIZES, h2o)
 
 
 WRONG = {
@@ -66,32 +71,29 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_mutation_another_rule_chooses_other_victims(change):
+def test_mutation_another_rule_chooses_other_victims(run, change):
     with pytest.raises(AssertionError):
-        assert_follows(whole_run(H2OEvicting(budget=BUDGET), SIZES), SIZES, functools.partial(h2o, **WRONG[change]))
+        assert_follows(run, SIZES, functools.partial(h2o, **WRONG[change]))
 
 
-def test_one_head_sinks_a_window_and_a_share_of_the_prompt():
-    """A share of 0.5: a prompt of 11 holds 6 tokens, one of 3 holds 2; window and sink fit into that."""
-    sizes = Sizes(group=1)
+@pytest.mark.parametrize("counts", [SIZES.counts, (1, 2, 8, 0)])
+def test_four_heads_decay_sinks_a_window_and_a_share_of_the_prompt(counts):
+    """And EVICT-3: half of a prompt of 1 is 1, of 2 is 1; of 11 it is 6 and of 3 it is 2: sink and window fit in."""
+    sizes = Sizes(group=4, counts=counts)
 
-    def plain(tokens, plane, request, count):
-        return h2o(tokens, plane, request, count, limit=max(1, -(-count // 2)), sinks=1, recent=2)
-
-    assert_follows(whole_run(H2OEvicting(budget=0.5, sinks=1, recent=2), sizes), sizes, plain)
-
-
-def test_four_heads_decay_and_prompts_that_do_not_vote():
-    sizes = Sizes(group=4)
+    def votes(p):
+        return (p.mean(axis=1) * 0.5 ** np.arange(p.shape[2])[::-1, None]).sum(axis=1)
 
     def decayed(plain, p):
         plain.scores *= 0.5
         sum_up(plain, p)
 
-    run = whole_run(H2OEvicting(budget=BUDGET, decay=0.5, prompt_queries=False), sizes)
-    assert_follows(run, sizes, functools.partial(h2o, prompt=lambda p: 0.0, update=decayed))
-    # The prompt of 11 keeps its last 6 tokens; one of them has gone for token 11.
-    assert run[3].held(0, 0, 0, 0) == [6, 7, 8, 9, 10, 11]
+    def plain(tokens, plane, request, count):
+        rule = {"recent": 2, "sinks": 1, "prompt": votes, "update": decayed}
+        return h2o(tokens, plane, request, count, limit=max(1, -(-count // 2)), **rule)
+
+    selector = H2OEvicting(budget=0.5, sinks=1, recent=2, decay=0.5)
+    assert_follows(whole_run(selector, sizes), sizes, plain)
 
 
 def test_tova_follows_the_paper():
@@ -103,15 +105,15 @@ def test_tova_follows_the_paper():
         assert_follows(run, SIZES, functools.partial(h2o, **rule | {"update": sum_up}))
 
 
-def follow(rows, tokens, budget, recent):
+def follow(rows, tokens, plane, head, budget, recent):
     """The paper's rule in float64 along the choices that were made; how many of them it would have made otherwise.
 
     A choice may differ where two sums are equal within float32 rounding: such sets part for good, so the choices are
     followed, and each is checked.
     """
-    q, k, v = (np.asarray(x[0, 0, :, 0], np.float64) for x in (tokens.q, tokens.k, tokens.v))
+    q, k, v = (np.asarray(x[plane, 0, :, head], np.float64) for x in (tokens.q, tokens.k, tokens.v))
     scores, held, others = np.zeros(len(q)), set(), 0
-    for at, (row, out) in enumerate(zip(rows.positions[:, 0, 0, 0], rows.out[:, 0, 0, 0], strict=True)):
+    for at, (row, out) in enumerate(zip(rows.positions[:, plane, 0, head], rows.out[:, plane, 0, head], strict=True)):
         now = set(row[row >= 0].tolist())
         gone, new = held - now, now - held
         assert new == {at}
@@ -130,22 +132,24 @@ def follow(rows, tokens, budget, recent):
     return others
 
 
-LONG = Sizes(counts=(0,), total=4096, group=1, kv_heads=1, planes=1, page_size=16, pages=40, table_width=36)
+LONG = Sizes(counts=(0,), total=4096, group=1, page_size=16, pages=4096, table_width=36)
 
 
 def test_4096_tokens_with_a_budget_of_512_in_bounded_memory():
+    """One scan. Pages never exceed those of the budget, none leaks, and nothing of the cache is copied."""
     selector, tokens = H2OEvicting(budget=512), draw(LONG, trend=0.0)
-    paged = empty(LONG)
-    part = jnp.ones((LONG.total, 1), bool)
-    paged, state, rows = jit_decode(selector, paged, selector.init(paged.kv, 1), part, tokens)
+    paged, part = empty(LONG), jnp.ones((LONG.total, 1), bool)
+    state = selector.init(paged.kv, 1)
+    side_data = state.scores.nbytes
+    run = jax.jit(decode, static_argnums=0, donate_argnums=(1, 2)).lower(selector, paged, state, part, tokens).compile()
+    assert run.memory_analysis().temp_size_in_bytes < side_data / 4
+    paged, state, rows = run(paged, state, part, tokens)
     rows = Steps(*map(np.asarray, rows))
     np.testing.assert_array_equal(rows.pages, np.minimum(-(-np.arange(1, 4097) // 16), 512 // 16))
     np.testing.assert_array_equal(rows.lengths[:, 0], np.minimum(np.arange(1, 4097), 512))
     np.testing.assert_array_equal(rows.at[:, 0], np.arange(4096))
     assert not rows.stale.any()
-    assert follow(rows, tokens, 512, 256) < 5
-    # The sums are those of 4,096 queries, less what left with the evicted ones.
-    assert state.scores.dtype == jnp.float32
-    assert float(state.scores.sum()) < 4096
-    released, _ = jax.jit(lambda paged: paging.release(paged, jnp.array([True])))(paged)
-    assert int(released.pool.free_count) == LONG.pages, "none leaks"
+    for plane, head in ((0, 0), (1, 1)):
+        assert follow(rows, tokens, plane, head, 512, 256) < 5
+    released, stale = paging.release(paged, jnp.array([True]))
+    assert (int(released.pool.free_count), int(stale)) == (LONG.pages, 0), "none leaks"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_jax import selectors
+from tests.compare import assert_same_bits
 
 
 class View(NamedTuple):
@@ -60,19 +61,27 @@ def make_cache(lengths, *, page_size, table_width, kv_heads=2, width=8, planes=1
     return Cache(KV(jnp.asarray(k.reshape(shape)), jnp.asarray(v.reshape(shape))), view, keys)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _write(selector, state, keys, slots):
+# A test runs what it compiles once or twice: less optimisation is less time.
+quick_jit = functools.partial(
+    jax.jit,
+    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+)
+
+
+@functools.partial(quick_jit, static_argnums=0)
+def write(selector, state, keys, slots):
+    """`selector.write`; one compilation for each shape."""
     return selector.write(state, keys, slots)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+@functools.partial(quick_jit, static_argnums=(0, 4, 5))
 def _select(selector, state, q, view, kv_heads, page_size):
     return selector.select(state, q, view, kv_heads=kv_heads, page_size=page_size)
 
 
 def filled(selector, cache):
     """The selector's state after all tokens of the cache were written."""
-    return _write(selector, selector.init(cache.kv), cache.keys, cache.slots)
+    return write(selector, selector.init(cache.kv), cache.keys, cache.slots)
 
 
 def select(selector, cache, q, state=None):
@@ -97,4 +106,20 @@ def chosen(indices):
     return sets
 
 
+def equal_bits(state, other):
+    """Fails unless two states are the same, bit for bit."""
+    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        assert_same_bits(leaf, expected)
+
+
 PAGE_SELECTORS = [name for name in selectors.names() if isinstance(selectors.get(name), selectors.PageSelector)]
+
+# One set of options and one cache for as many tests as possible: they share their compilations.
+SELECTORS = {name: selectors.get(name, budget=24, sinks=5, recent=6) for name in PAGE_SELECTORS}
+LENGTHS = [61, 0, 1, 7, 33, 64]
+
+
+@functools.cache
+def common_cache(seed=0):
+    """Pages of 4 tokens in tables of 16, a plane of three."""
+    return make_cache(LENGTHS, page_size=4, table_width=16, planes=3, plane=2, seed=seed)

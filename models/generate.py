@@ -71,7 +71,7 @@ def generate(
     sampling: Sampling = GREEDY,
     seed: int | Sequence[int] = 0,
     stop_ids: Sequence[int] | None = None,
-    page_size: int = 16,
+    page_size: int | None = None,
     pages: int | None = None,
     chunk: int = 16,
     cache_dtype: Any = None,
@@ -82,9 +82,10 @@ def generate(
     """Continue prompts of token ids; returns an iterator of chunks that also holds the result.
 
     selector: which part of the cache each step reads (default: all of it). max_tokens, seed: one for all, or one per
-    request. stop_ids: default those of the model. pages: pages of the pool, default enough for everything. chunk:
-    tokens per device call. cache_dtype: default the model's dtype. exit_threshold, exit_step: default the model's;
-    a threshold of 1 or more is fixed depth. All loops are computed either way.
+    request. stop_ids: default those of the model. page_size: default 16, or 1 for a selector that is for pages of one
+    token only. pages: pages of the pool, default enough for everything. chunk: tokens per device call. cache_dtype:
+    default the model's dtype. exit_threshold, exit_step: default the model's; a threshold of 1 or more is fixed depth.
+    All loops are computed either way.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions.
     """
@@ -102,6 +103,7 @@ def generate(
         [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
     )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
+    page_size = page_size or (1 if getattr(options.selector, "page_flow", None) else 16)
     # The last token of a request is sampled, but never written.
     held = [options.selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
     needed = [-(-tokens // page_size) for tokens in held]

@@ -324,3 +324,9 @@ def test_no_call_copies_the_pool(model, name, dtype):
         memory = call.memory_analysis()
         assert memory.alias_size_in_bytes >= size
         assert memory.temp_size_in_bytes < size / 20
+
+
+@pytest.mark.parametrize("name", selectors.names())
+def test_every_method_gets_pages_of_a_size_that_it_works_with(model, name):
+    result = generate(model, [[1, 2, 3]], max_tokens=4, selector=selectors.get(name, budget=32))
+    assert result.state.paged.kv.page_size == (1 if "h2o_token" in name else 16)

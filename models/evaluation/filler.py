@@ -106,7 +106,7 @@ class Text:
 class WordList:
     """Words of a list in random order, one of them far more often than any other."""
 
-    def __init__(self, encode: Encode, common: str, others: Sequence[str], share: float = 0.25):
+    def __init__(self, encode: Encode, common: str, others: Sequence[str], share: float = 0.5):
         self.words = [encode(f" {word},") for word in (common, *others)]
         self.odds = np.array([share, *[(1 - share) / len(others)] * len(others)])
 

@@ -94,9 +94,9 @@ class English:
 
     def _common(self, rng: np.random.Generator, number: int) -> Material:
         common, *others = (KEY_WORDS[index] for index in rng.permutation(len(KEY_WORDS)))
-        question = "\nThe word that appears most often in the list above is"
-        answer = ((f" {common}", True),)
-        return Material([], None, False, question, answer, "List of words:", (common, tuple(others)))
+        question = '\nThe most frequent word in the list is "'
+        answer = ((common, True),)
+        return Material([], None, False, question, answer, "Count the words in this list:", (common, tuple(others)))
 
 
 class Trained:

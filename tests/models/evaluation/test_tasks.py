@@ -93,12 +93,11 @@ def test_chains_can_be_followed():
 
 
 def test_the_commonest_word_is_asked():
-    prompt = writers()["english words"].prompt("common", 600, 0.5, (0,))
     writer = writers()["english words"]
     prompt = writer.prompt("common", 600, 0.5, (0,))
     words = writer.tokenizer.decode(prompt.context).replace(",", "").split()
     counts = {word: words.count(word) for word in KEY_WORDS}
-    assert writer.tokenizer.decode(prompt.answer).strip() == max(counts, key=lambda word: counts[word])
+    assert writer.tokenizer.decode(prompt.answer).strip(' "') == max(counts, key=lambda word: counts[word])
     assert sorted(counts.values())[-2] * 3 < max(counts.values())
 
 

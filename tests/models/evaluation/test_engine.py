@@ -1,0 +1,207 @@
+"""The engine on a tiny model with random weights, which continues a text it does not know."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.evaluation import engine, methods
+from models.evaluation.engine import Evaluation, Settings
+from models.evaluation.methods import Method, parse
+from models.evaluation.quick import filler
+from models.evaluation.results import Results
+from models.evaluation.tasks import Writer
+from models.ouro import Ouro
+from models.tokenizers import ByteTokenizer
+from tests.models.configs import small_ouro
+
+LENGTH, PROMPTS, BUDGETS = 48, 3, ("8", "16", "1")
+QUEST, TOVA = "quest:page_size=4", "tova:page_size=4"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Ouro(small_ouro(vocab_size=264, num_layers=1, loops=2), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def writer():
+    return Writer(ByteTokenizer(), text=filler())
+
+
+def settings(*names, **changes):
+    options = {"budgets": ("8", "16", "1/1"), "batch_tokens": 9 * LENGTH, "workers": 1, "prompts": PROMPTS} | changes
+    chosen = tuple(parse(name) if isinstance(name, str) else name for name in names)
+    return Settings(model="small", methods=chosen, tasks=("text",), lengths=(LENGTH,), **options)
+
+
+@pytest.fixture(scope="module")
+def evaluated(model, writer):
+    """Dense, a selector that keeps all tokens and one that drops some, three budgets each."""
+    evaluation = Evaluation(model, writer, settings("dense:page_size=4", QUEST, TOVA))
+    evaluation.run()
+    return evaluation
+
+
+def cells(evaluation):
+    return {(cell["method"].split(":")[0], cell["budget"]): cell for cell in evaluation.results}
+
+
+def same(one, other, tolerance=1e-4):
+    for name in ("exact", "margin", "nll", "read", "mass", "of_oracle", "recall", "error"):
+        np.testing.assert_allclose(one[name], other[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def test_dense_equals_a_forward_pass(evaluated, model, writer):
+    cell = cells(evaluated)["dense", None]
+    nll, right, margins = [], [], []
+    for prompt in writer.prompts("text", LENGTH, PROMPTS):
+        tokens = np.concatenate([prompt.context, prompt.question, prompt.answer])
+        logits = np.asarray(model.logits(model.forward(jnp.array(tokens)[None]).hidden[-1])[0], np.float64)
+        first = len(prompt.context) + len(prompt.question)
+        rows = logits[first - 1 : -1]
+        own = rows[np.arange(len(rows)), tokens[first:]]
+        others = np.where(np.arange(264) == tokens[first:, None], -np.inf, rows).max(axis=1)
+        nll.append((np.log(np.exp(rows).sum(axis=1)) - own).mean())
+        right.append((own > others).all())
+        margins.append((own - others).min())
+    np.testing.assert_allclose(cell["nll"][0], np.mean(nll), rtol=1e-3)
+    np.testing.assert_allclose(cell["margins"], margins, rtol=1e-2)
+    assert cell["exact"][0] == np.mean(right)
+
+
+def test_dense_misses_nothing(evaluated):
+    cell = cells(evaluated)["dense", None]
+    for name in ("read", "mass", "of_oracle", "recall"):
+        np.testing.assert_allclose(cell[name], [1, 1, 1], atol=1e-4)
+    assert cell["error"][0] < 1e-5
+
+
+def test_one_compilation_serves_all_budgets(evaluated):
+    # The dense prefill; begin and advance of dense and quest; tova's own prefill and advance.
+    assert evaluated.programs.compiled == 1 + 2 + 2 + 2
+    assert len(evaluated.results.cells) == 1 + 3 + 3
+
+
+def test_more_is_read_for_a_greater_budget_and_never_more_mass_than_the_oracle(evaluated):
+    found = cells(evaluated)
+    for method in ("quest", "tova"):
+        small, large = found[method, "8"], found[method, "16"]
+        assert small["read"][0] < large["read"][0] < 1
+        assert small["mass"][0] < large["mass"][0] < 1
+        for cell in (small, large):
+            assert cell["of_oracle"][0] <= 1 + 1e-4
+            assert cell["recall"][0] < 1
+            assert cell["error"][0] > 1e-3
+        # `read` is of a cache that grows from 32 to 47 tokens; whole pages of 4 may not be full.
+        assert (8 - 4) / 48 < small["read"][0] <= 8 / 30
+
+
+def test_a_method_that_may_hold_everything_equals_dense_attention(evaluated):
+    """Its positions and the shadow cache are true: else the diagnosis would find something."""
+    found = cells(evaluated)
+    same(found["tova", "1/1"], found["dense", None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Method):
+    """A method whose budget is a number that the compiler knows."""
+
+    tokens: int = 8
+
+    def at(self, budget, most):
+        return dataclasses.replace(self.selector, budget=self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnItsOwn(Method):
+    """A method that prefills for itself, although it need not."""
+
+    @property
+    def keeps_all(self):
+        return False
+
+
+def test_traced_budgets_and_shared_prefill_change_nothing(evaluated, model, writer):
+    quest = parse(QUEST)
+    fixed = Fixed("fixed", quest.selector, 4)
+    own = OnItsOwn("own", quest.selector, 4)
+    # Two prompts a batch and one budget at a time, besides.
+    evaluation = Evaluation(model, writer, settings(fixed, own, budgets=("8",), batch_tokens=2 * LENGTH))
+    assert evaluation.shape(own, LENGTH).rows == 2
+    evaluation.run()
+    for name in ("fixed", "own"):
+        same(cells(evaluation)[name, "8"], cells(evaluated)["quest", "8"])
+
+
+def test_first_layers_can_read_everything(evaluated, model, writer):
+    evaluation = Evaluation(model, writer, settings(QUEST, budgets=("8", "16", "1/1"), dense_layers=1))
+    evaluation.run()
+    first, second = cells(evaluation)["quest", "8"]["of_oracle_by_plane"]
+    assert first == pytest.approx(1, abs=1e-4)
+    assert second < 0.99
+    assert cells(evaluated)["quest", "8"]["of_oracle_by_plane"][0] < 0.99
+    assert cells(evaluation)["quest", "8"]["settings"]["dense_layers"] == 1
+
+
+def test_known_cells_are_not_run_again(evaluated, model, writer, tmp_path):
+    path = tmp_path / "results.json"
+    evaluated.results.save(path)
+    again = Evaluation(model, writer, settings("dense:page_size=4", QUEST, TOVA), Results(path))
+    assert again.cells() == []
+    again.run(lambda cell: pytest.fail(str(cell)))
+    assert again.programs.compiled == 0
+    assert len(Evaluation(model, writer, settings(QUEST, prompts=4), Results(path)).cells()) == 3
+    assert len(Evaluation(model, writer, settings(QUEST, budgets=("8", "12")), Results(path)).cells()) == 1
+
+
+# Parts
+
+
+def test_rows_of_a_batch():
+    assert engine.rows_of(64, 5, 1024) == 320  # everything at once
+    assert engine.rows_of(64, 5, 200) == 128  # three budgets fit: 3 + 2 would leave a hole, so 2 + 2 + 1
+    assert engine.rows_of(64, 5, 64) == 64
+    assert engine.rows_of(64, 5, 63) == 32  # two even halves
+    assert engine.rows_of(3, 5, 0) == 1
+
+
+def test_budgets():
+    assert [engine.budget_tokens(text, 512) for text in ("1/64", "0.1", "1.0", "7", "9999")] == [8, 52, 512, 7, 512]
+    for wrong in ("0", "-1", "3/2", "1.5", "many", "1/0", "", "0.0"):
+        with pytest.raises(ValueError, match="such as 1/64"):
+            engine.budget_tokens(wrong, 512)
+
+
+def test_methods_by_name():
+    quest = parse("quest:page_size=32:sinks=0:recent=5")
+    assert (quest.page_size, quest.selector.sinks, quest.selector.recent) == (32, 0, 5)
+    assert parse("h2o:group=max").selector.group == "max"
+    assert parse("h2o_token_sparse_attention").page_size == 1
+    assert parse("quest").keeps_all
+    assert not parse("tova").keeps_all
+    assert not parse("dense").takes_budget
+    for wrong, message in (
+        ("nothing", "Unknown selector"),
+        ("quest:budget=3", "for all"),
+        ("quest:sinks", "name:option"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(wrong)
+    assert {"dense", "oracle", "random", "quest"} <= set(methods.default())
+
+
+def test_what_cannot_be_run_is_refused():
+    with pytest.raises(ValueError, match="prompts must be at least 1"):
+        settings(QUEST, prompts=0)
+    with pytest.raises(ValueError, match="methods must not be empty"):
+        settings()

@@ -108,6 +108,20 @@ def read_budget(text: str) -> int | float:
     return value
 
 
+BudgetOption = Annotated[
+    Any,
+    typer.Option(
+        parser=read_budget,
+        metavar="TOKENS|SHARE",
+        help="What a step may read, per layer and head: tokens (256), or a share of what is cached (0.125, 1/8).",
+    ),
+]
+ImplementationOption = Annotated[
+    Implementation,
+    typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
+]
+
+
 @app.command(cls=WithMethods)
 @explained
 def generate(
@@ -123,14 +137,7 @@ def generate(
             help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}."
         ),
     ] = "quest",
-    budget: Annotated[
-        Any,
-        typer.Option(
-            parser=read_budget,
-            metavar="TOKENS|SHARE",
-            help="What a step may read, per layer and head: tokens (256), or a share of what is cached (0.125, 1/8).",
-        ),
-    ] = "256",
+    budget: BudgetOption = "256",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the text to continue; - is standard input.")
@@ -155,10 +162,7 @@ def generate(
     exit_threshold: Annotated[
         float | None, typer.Option(help="Take the loop where the chance to have left reaches this; 1 is the last loop.")
     ] = None,
-    implementation: Annotated[
-        Implementation,
-        typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
-    ] = Implementation.AUTO,
+    implementation: ImplementationOption = Implementation.AUTO,
 ) -> None:
     """Continue a prompt and stream the text.
 

@@ -1,4 +1,4 @@
-"""Prefill, one decode step, and a chunk of decode steps of an Ouro over a paged cache: pure functions of their state.
+"""Prefill, one decode step, and a chunk of decode steps of a model over a paged cache: pure functions of their state.
 
 Each step writes the new token's keys and values into every plane and attends through a selector:
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.exit_gate import select_exit
-from models.ouro import Ouro, OuroOutput
+from models.interface import LoopedModel, LoopOutput
 from models.sampling import GREEDY, Sampling, sample
 from sparse_jax import paging
 from sparse_jax.paging import PagedState
@@ -87,7 +87,7 @@ class StepOutput(NamedTuple):
 
 
 def prefill(
-    model: Ouro,
+    model: LoopedModel,
     tokens: jax.Array,
     counts: jax.Array,
     paged: PagedState,
@@ -119,7 +119,7 @@ def prefill(
 
 
 def decode_step(
-    model: Ouro,
+    model: LoopedModel,
     tokens: jax.Array,
     positions: jax.Array,
     paged: PagedState,
@@ -174,7 +174,7 @@ def _no_reads(paged: PagedState) -> jax.Array:
     return jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
 
 
-def _decode_output(model: Ouro, output: OuroOutput, cache: _Cache, threshold, step) -> DecodeOutput:
+def _decode_output(model: LoopedModel, output: LoopOutput, cache: _Cache, threshold, step) -> DecodeOutput:
     if threshold is None and step is None:
         threshold, step = model.config.exit_threshold, model.config.exit_step
     threshold = model.config.exit_threshold if threshold is None else threshold

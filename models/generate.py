@@ -103,7 +103,7 @@ def generate(
         [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
     )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
-    page_size = page_size or (1 if getattr(options.selector, "page_flow", None) else 16)
+    page_size = page_size or options.selector.page_size or 16
     # The last token of a request is sampled, but never written.
     held = [options.selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
     needed = [-(-tokens // page_size) for tokens in held]

@@ -27,8 +27,6 @@ from flax import nnx
 from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
 from models.layers import RMSNorm, check_sizes, rotary
 
-OuroOutput = LoopOutput
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitConfig:

@@ -80,7 +80,9 @@ def _view(carry: Carry, given: Inputs, lists: inputs.Lists) -> PageView:
 
 def _waiting(q: jax.Array, scores: jax.Array) -> jax.Array:
     """The same query, but known only once the scores are."""
-    return jnp.where(jnp.isnan(scores.reshape(-1)[0]), 0, q)
+    # One number is read, once: fused into several users, XLA would keep the scores for it and copy them.
+    one = jax.lax.optimization_barrier(scores[(0,) * scores.ndim])
+    return jnp.where(jnp.isnan(one), 0, q)
 
 
 def _bounds(carry: Carry, given: Inputs, lists: inputs.Lists) -> Carry:

@@ -65,6 +65,8 @@ class Selector:
 
     shareable: ClassVar[bool] = True
     """Whether two requests may hold the same page: not where the state of a page belongs to one request."""
+    page_size: ClassVar[int | None] = None
+    """The only page size it works with; None: any."""
 
     def __post_init__(self) -> None:
         if self.budget is not None:

@@ -42,8 +42,6 @@ class H2O(TokenSelector):
     state_dtype: str = "float32"
 
     shareable: ClassVar[bool] = False
-    page_flow: ClassVar[str | None] = None
-    """The flow for larger pages, where this one is for pages of one token only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,11 +118,11 @@ class H2O(TokenSelector):
 
     def check_page_size(self, page_size: int) -> None:
         """Raises ValueError where a flow for pages of one token meets larger ones."""
-        if self.page_flow and page_size != 1:
-            names = {H2OToken: "h2o_token_sparse_attention", GQAH2OToken: "gqa_h2o_token_sparse_attention"}
+        if self.page_size not in (None, page_size):
+            token_flow, page_flow = FLOWS[type(self)]
             raise ValueError(
-                f"{names[type(self)]} works on pages of one token, got pages of {page_size}; {self.page_flow} is its "
-                'page-level flow, and "h2o" ranks tokens in pages of any size.'
+                f"{token_flow} works on pages of one token, got pages of {page_size}; {page_flow} is its page-level "
+                'flow, and "h2o" ranks tokens in pages of any size.'
             )
 
 
@@ -142,7 +140,7 @@ def of_tokens(scores: jax.Array, page_table: jax.Array) -> jax.Array:
 class H2OToken(H2O):
     """The token-level flow with the mean of the group's queries: pages of one token."""
 
-    page_flow: ClassVar[str | None] = "h2o_sparse_attention"
+    page_size: ClassVar[int | None] = 1
 
 
 @register("gqa_h2o_token_sparse_attention")
@@ -151,7 +149,13 @@ class GQAH2OToken(H2O):
     """The token-level flow with the largest probability of the group's heads: pages of one token."""
 
     group: str = "max"
-    page_flow: ClassVar[str | None] = "gqa_h2o_sparse_attention"
+    page_size: ClassVar[int | None] = 1
+
+
+FLOWS = {
+    H2OToken: ("h2o_token_sparse_attention", "h2o_sparse_attention"),
+    GQAH2OToken: ("gqa_h2o_token_sparse_attention", "gqa_h2o_sparse_attention"),
+}
 
 
 @register("h2o")

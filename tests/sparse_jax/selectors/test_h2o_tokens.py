@@ -1,0 +1,189 @@
+"""H2O that selects tokens: `h2o` at any page size and the two token-level flows, step by step against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sparse_jax import paging, selectors
+from tests.h2o_setting import DECAY, probabilities
+
+SINKS, RECENT, K = 2, 3, 5
+BUDGET = SINKS + RECENT + K
+STEPS, START, WIDTH, HEADS = 6, 9, 8, 2  # the window passes k within these steps, T23
+FLOWS = {"h2o_token_sparse_attention": "mean", "gqa_h2o_token_sparse_attention": "max"}
+
+
+class Requests:
+    """Two requests that grow token by token: the library's cache, and plain arrays beside it."""
+
+    def __init__(self, selector, *, page_size, group, requests=2, seed=0):
+        self.selector, self.page_size, self.group = selector, page_size, group
+        rng = np.random.default_rng(seed)
+        tokens = START + STEPS
+        self.keys, self.values = rng.standard_normal((2, requests, tokens, HEADS, WIDTH)).astype(np.float32)
+        self.queries = 2 * rng.standard_normal((STEPS, requests, HEADS * group, WIDTH)).astype(np.float32)
+        width = -(-tokens // page_size)
+        self.paged = paging.create(
+            planes=2, pages=requests * width + 1, page_size=page_size, kv_heads=HEADS, key_width=WIDTH,
+            requests=requests, pages_per_request=width,
+        )  # fmt: skip
+        self.state = selector.init(self.paged.kv, requests)
+        self.step = jax.jit(self._step)
+
+    def put(self, first, count):
+        k, v = (jnp.asarray(x[:, first : first + count]) for x in (self.keys, self.values))
+        return self._put(self.paged, self.state, k, v)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _put(self, paged, state, k, v):
+        counts = jnp.full(k.shape[0], k.shape[1], jnp.int32)
+        paged, state, room = self.selector.reserve(paged, state, counts, k.shape[1])
+        for plane in (0, 1):  # plane 1 holds other keys, and is never attended
+            paged, state, _ = self.selector.store(paged, state, jnp.int32(plane), room, k * (1 - 2 * plane), v)
+        return paged, state
+
+    def _step(self, paged, state, q):
+        return self.selector.attend(state, q, *paging.flat(paged.kv), paging.view(paged, jnp.int32(0)))
+
+    def run(self):
+        """Yields (length, query, what attend returned) of each step."""
+        self.paged, self.state = self.put(0, START)
+        for step in range(STEPS):
+            self.paged, self.state = self.put(START + step, 1)
+            attended = self.step(self.paged, self.state, jnp.asarray(self.queries[step]))
+            self.state = attended.state
+            yield START + step + 1, self.queries[step].reshape(-1, HEADS, self.group, WIDTH), attended
+
+
+def check(requests, rule):
+    h = np.zeros((2, HEADS, START + STEPS))
+    for length, q, attended in requests.run():
+        for b, head in np.ndindex(2, HEADS):
+            keys, values = (x[b, :length, head].astype(np.float64) for x in (requests.keys, requests.values))
+            first, end = SINKS, length - RECENT
+            chosen = np.arange(length)
+            if end - first > K:
+                p = probabilities(q[b, head], keys[first:end], WIDTH**-0.5, rule)
+                h[b, head, first:end] = p + DECAY * h[b, head, first:end]
+                best = first + np.argsort(-h[b, head, first:end], kind="stable")[:K]
+                chosen = np.sort(np.concatenate([chosen[:first], best, chosen[end:]]))
+            positions = np.asarray(attended.positions[b, head])
+            assert positions[positions >= 0].tolist() == chosen.tolist(), (length, b, head)
+            assert int(attended.tokens_read[b, head]) == len(chosen)
+            for g in range(requests.group):
+                p = probabilities(q[b, head, g : g + 1], keys[chosen], WIDTH**-0.5)
+                out = np.asarray(attended.output.out[b]).reshape(HEADS, requests.group, WIDTH)[head, g]
+                np.testing.assert_allclose(out, p @ values[chosen], rtol=1e-4, atol=1e-5)
+    sums = np.asarray(selectors.h2o.of_tokens(requests.state, paging.view(requests.paged, jnp.int32(0)).page_table))
+    np.testing.assert_allclose(sums[:, :, : START + STEPS], h, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "group", "rule"),
+    [(1, 3, "mean"), (16, 1, "max"), (16, 4, "mean"), (16, 7, "max"), (64, 5, "max"), (64, 6, "mean"), (4, 8, "max")],
+)
+def test_h2o_at_any_page_size_step_by_step(page_size, group, rule):
+    selector = selectors.get("h2o", budget=BUDGET, sinks=SINKS, recent=RECENT, group=rule)
+    check(Requests(selector, page_size=page_size, group=group), rule)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def test_T1_the_token_flows_step_by_step(name, group):
+    check(
+        Requests(selectors.get(name, budget=BUDGET, sinks=SINKS, recent=RECENT), page_size=1, group=group), FLOWS[name]
+    )
+
+
+def test_the_comparison_notices_another_rule():
+    """Mutation: the mean of the queries where the rule is the largest probability."""
+    selector = selectors.get("h2o", budget=BUDGET, sinks=SINKS, recent=RECENT, group="mean")
+    with pytest.raises(AssertionError):
+        check(Requests(selector, page_size=4, group=4), "max")
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_T2_token_flows_refuse_larger_pages_and_name_the_page_flow(name):
+    kv = paging.PagedKV(jnp.zeros((1, 3, 2, 16, 8)), jnp.zeros((1, 3, 2, 16, 8)))
+    message = (
+        rf"{name} works on pages of one token, got pages of 16; {name.replace('_token', '')} is its page-level flow"
+    )
+    with pytest.raises(ValueError, match=message):
+        selectors.get(name).init(kv)
+    view = paging.PageView(jnp.zeros((1, 3), jnp.int32), jnp.array([40]), jnp.int32(0))
+    with pytest.raises(ValueError, match=message):
+        selectors.get(name).attend(jnp.zeros((3, 2, 16)), jnp.ones((1, 4, 8)), kv.k[0], kv.v[0], view)
+
+
+def test_T19_a_page_that_changes_hands_carries_no_sums_over():
+    selector = selectors.get("h2o_token_sparse_attention", budget=BUDGET, sinks=SINKS, recent=RECENT)
+    requests = Requests(selector, page_size=1, group=3)
+    list(requests.run())
+    assert int(jnp.sum(requests.state > 0)) > 0  # before
+    paged, _ = paging.release(requests.paged, jnp.array([True, True]))
+    requests.paged = paged
+    requests.paged, requests.state = requests.put(0, START + STEPS)
+    view = paging.view(requests.paged, jnp.int32(0))
+    assert not np.asarray(selectors.h2o.of_tokens(requests.state, view.page_table)).any()
+
+
+def test_T21_the_same_bits_again():
+    def run():
+        requests = Requests(selectors.get("h2o", budget=BUDGET, sinks=SINKS, recent=RECENT), page_size=4, group=3)
+        return [(np.asarray(a.output.out), np.asarray(a.positions)) for *_, a in requests.run()]
+
+    for first, second in zip(run(), run()):
+        np.testing.assert_array_equal(first[0], second[0])
+        np.testing.assert_array_equal(first[1], second[1])
+        assert first[1].dtype == np.int32
+
+
+def test_copies_take_the_sums_along():
+    """PREFIX-1."""
+    selector = selectors.get("h2o")
+    state = jnp.arange(24.0).reshape(6, 1, 4)
+    copied = selector.copy(state, jnp.array([1, -1, 3, 9]), jnp.array([4, 2, -1, 5]))
+    np.testing.assert_array_equal(copied, state.at[4].set(state[1]))
+
+
+def test_sharing_is_refused():
+    requests = Requests(selectors.get("h2o"), page_size=4, group=1)
+    with pytest.raises(ValueError, match="H2O keeps scores or positions of one request beside each page"):
+        selectors.share(requests.selector, requests.paged, jnp.int32(0), jnp.int32(1), jnp.int32(4))
+    selectors.share(selectors.get("quest"), requests.paged, jnp.int32(0), jnp.int32(1), jnp.int32(4))
+
+
+def test_several_query_rows_are_refused():
+    requests = Requests(selectors.get("h2o"), page_size=4, group=1)
+    view = paging.view(requests.paged, jnp.int32(0))
+    with pytest.raises(ValueError, match=r"one query token of each request a step.*got \[2, 3, 2, 8\]"):
+        requests.selector.attend(requests.state, jnp.ones((2, 3, 2, 8)), *paging.flat(requests.paged.kv), view)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": "sum"}, "H2O: group must be one of"),
+        ({"state_dtype": "float16"}, "H2O: state_dtype must be one of"),
+        ({"scale": float("nan")}, "H2O: scale is a finite number"),
+        ({"form": "evicting"}, "h2o: form must be one of 'select', 'evict'"),
+        ({"form": "evict", "group": "max"}, "Selector 'h2o' has no option 'group'"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        selectors.get("h2o", **options)
+
+
+def test_the_oracle_retains_the_most():
+    """No choice of as many tokens per KV head has more of the group's mean mass."""
+    requests = Requests(selectors.get("oracle", budget=BUDGET), page_size=4, group=3)
+    *_, (length, q, attended) = requests.run()
+    for b, head in np.ndindex(2, HEADS):
+        keys = requests.keys[b, :length, head]
+        p = np.mean([probabilities(q[b, head, g : g + 1], keys, WIDTH**-0.5) for g in range(3)], axis=0)
+        chosen = np.asarray(attended.positions[b, head])
+        assert chosen.tolist() == np.sort(np.argsort(-p, kind="stable")[:BUDGET]).tolist()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 DEVICE_TOKENS, HOST_TOKENS = 524_288, 8192
@@ -121,7 +122,7 @@ def run_all(
     import dataclasses
 
     from models import checkpoints, tokenizers
-    from models.evaluation.engine import Evaluation
+    from models.evaluation.engine import Evaluation, Failed
     from models.evaluation.tasks import Writer
 
     place = checkpoints.resolve(settings.model)
@@ -143,7 +144,12 @@ def run_all(
         def on_cell(cell: dict[str, Any]) -> None:
             bar.update(task, advance=1, description=f"{cell['method']} {cell['task']} {cell['length']}")
 
-        evaluation.run(on_cell)
+        try:
+            evaluation.run(on_cell)
+        except Failed as failed:
+            console.print(f"[bold red]left out:[/] {escape(str(failed))}", highlight=False)
+            if not evaluation.results.cells:
+                raise
     return evaluation.settings
 
 

@@ -63,6 +63,14 @@ class Settings:
                 budget_tokens(budget, length)
 
 
+class Failed(RuntimeError):
+    """Methods that could not be run; `reasons` names each, with its length and error."""
+
+    def __init__(self, reasons: list[str]):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
 def budget_tokens(budget: str, length: int) -> int:
     """Tokens of a budget at a length: `retained_count` of a share. Raises ValueError for what is neither."""
     number, _, divisor = budget.partition("/")
@@ -235,23 +243,37 @@ class Evaluation:
     def run(self, on_cell: Callable[[dict[str, Any]], None] = lambda cell: None) -> Results:
         """Run all cells that are missing; a cell that is done is in the results at once.
 
-        Raises `paging.OutOfPages` where a method's cache did not hold what it promised.
+        A method that fails at a length is left out there, and the others go on. Raises `Failed` at the end for these.
         """
         self.compile_ahead()
+        failed: dict[tuple[str, int], Exception] = {}
         for length, task, method in self._order():
-            if not (budgets := self.missing(method, task, length)):
+            budgets = self.missing(method, task, length)
+            if not budgets or (method.name, length) in failed:
                 continue
-            prompts = self.writer.prompts(task, length, self.settings.prompts, self.settings.seed)
-            for group, outcomes, seconds in self._groups(method, length, prompts, budgets):
-                for budget in group:
-                    found = [outcomes[number, budget] for number in range(len(prompts))]
-                    cell = self.cell(method, task, length, budget)
-                    cell["tokens"] = length if budget is None else budget_tokens(budget, length)
-                    cell["seconds"] = seconds / len(group)
-                    cell["depths"] = [None if p.depth is None else round(p.depth, 3) for p in prompts]
-                    self.results.add(cell | statistics.summary(found))
-                    on_cell(cell)
+            try:
+                self._cells(method, task, length, budgets, on_cell)
+            except Exception as error:
+                failed[method.name, length] = error
+                self._kept = (None, None)
+        if failed:
+            told = [f"{name} at {length} tokens: {type(e).__name__}: {e}" for (name, length), e in failed.items()]
+            raise Failed(told) from next(iter(failed.values()))
         return self.results
+
+    def _cells(
+        self, method: Method, task: str, length: int, budgets: list[str | None], on_cell: Callable[[dict], None]
+    ) -> None:
+        prompts = self.writer.prompts(task, length, self.settings.prompts, self.settings.seed)
+        for group, outcomes, seconds in self._groups(method, length, prompts, budgets):
+            for budget in group:
+                found = [outcomes[number, budget] for number in range(len(prompts))]
+                cell = self.cell(method, task, length, budget)
+                cell["tokens"] = length if budget is None else budget_tokens(budget, length)
+                cell["seconds"] = seconds / len(group)
+                cell["depths"] = [None if p.depth is None else round(p.depth, 3) for p in prompts]
+                self.results.add(cell | statistics.summary(found))
+                on_cell(cell)
 
     def _groups(self, method: Method, length: int, prompts: list[Prompt], budgets: list[str | None]):
         """Yields (budgets, outcome by (prompt, budget), seconds) as budgets get done."""

@@ -58,7 +58,8 @@ def make_inputs(case: DecodeShape) -> Inputs:
 
 @jax.jit
 def _sums(k: jax.Array) -> Sums:
-    return Sums(k.sum(axis=2, dtype=jnp.float32), jnp.full(k.shape[0], k.shape[2], jnp.int32), k.shape[2])
+    total = k.sum(axis=2, dtype=jnp.float32)
+    return Sums(total, jnp.full(k.shape[0], k.shape[2], jnp.int32), (total / k.shape[2]).astype(k.dtype), k.shape[2])
 
 
 @jax.jit
@@ -155,10 +156,10 @@ def _held(selector: Any, case: DecodeShape) -> tuple[PagedState, Any]:
     return paged, jax.jit(selector.track)(paged)
 
 
-def _pages_bytes(case: DecodeShape, numbers: int, itemsize: int) -> int:
-    """`numbers` summaries of each page, the table, queries, and a score of each page and query head."""
-    entries_ = case.batch * case.pages_per_request
-    return entries_ * (numbers * case.kv_heads * case.head_dim * itemsize + 4 + 4 * case.q_heads)
+def _pages_bytes(case: DecodeShape, count: int) -> int:
+    """`count` summaries of each page, the table, and a float32 score of each page and query head."""
+    pages = case.batch * case.pages_per_request
+    return pages * (count * case.kv_heads * case.head_dim * case.itemsize + 4 + FLOAT32 * case.q_heads)
 
 
 def works(case: DecodeShape) -> Iterator[Work]:
@@ -167,7 +168,7 @@ def works(case: DecodeShape) -> Iterator[Work]:
     sums = 2 * FLOAT32 * case.batch * case.context * case.kv_heads  # read and written
     kept = case.kept_pages * case.page_size
     attended = attention.page_bytes(case)
-    boxes, means = _pages_bytes(case, 2, case.itemsize), _pages_bytes(case, 1, FLOAT32)
+    boxes, means = _pages_bytes(case, 2), _pages_bytes(case, 1)
     zeros = jnp.zeros((case.pages, case.kv_heads, case.page_size), jnp.float32)
     scores = jnp.zeros((case.batch, case.kv_heads, case.q_heads // case.kv_heads, 1, case.pages_per_request))
     yield Work("page bounds", _bounds, boxes, scores)

@@ -52,7 +52,7 @@ class Envelope:
         """Of an empty cache."""
         planes, pages, kv_heads, page_size, width = kv.k.shape
         shape = (planes * pages * boxes, kv_heads, width)
-        dtype = jnp.dtype(jnp.bfloat16) if kv.k.dtype.itemsize == 1 else kv.k.dtype
+        dtype = summary_dtype(kv)
         # Two arrays: one shared by both fields could not be donated.
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), page_size, boxes)
 
@@ -94,10 +94,14 @@ class Envelope:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """The sum of the keys of each page, in float32, and how many they are. Always finite."""
+    """The sum of the keys of each page, in float32, how many they are, and their mean. Always finite.
+
+    The mean, which is all that scoring reads, is in the type of the pool; of one-byte pools in bfloat16.
+    """
 
     total: jax.Array  # f32[planes * N, Hkv, D]
     count: jax.Array  # i32[planes * N]
+    mean: jax.Array  # [planes * N, Hkv, D]
     page_size: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
@@ -105,7 +109,8 @@ class Sums:
         """Of an empty cache."""
         planes, pages, kv_heads, page_size, width = kv.k.shape
         shape = (planes * pages, kv_heads, width)
-        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], jnp.int32), page_size)
+        zeros = jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], jnp.int32), jnp.zeros(shape, summary_dtype(kv))
+        return cls(*zeros, page_size)
 
     def write(self, keys: jax.Array, slots: jax.Array) -> Sums:
         """See `Selector.write`. Tokens one by one or at once make a difference in the rounding of the sum only."""
@@ -115,8 +120,11 @@ class Sums:
         count = writes.fold(jnp.ones_like(writes.fresh, jnp.int32), jnp.add)[..., 0, 0]
         count = count + jnp.where(writes.fresh[..., 0, 0], 0, _get(self.count, writes.targets))
         total, count = lax.optimization_barrier((total, count))  # the count waits for the keys, see `_put`
-        put = (_put(self.total, writes.targets, total), _put(self.count, writes.targets, count))
-        return dataclasses.replace(self, total=put[0], count=put[1])
+        mean = (total / jnp.maximum(count, 1)[..., None, None]).astype(self.mean.dtype)
+        new = (total, count, mean)
+        old = (self.total, self.count, self.mean)
+        put = [_put(array, writes.targets, rows) for array, rows in zip(old, new, strict=True)]
+        return dataclasses.replace(self, total=put[0], count=put[1], mean=put[2])
 
     def copy(self, sources: jax.Array, targets: jax.Array) -> Sums:
         """See `Selector.copy`."""
@@ -127,10 +135,13 @@ class Sums:
 
         q [B, T, Hq, D].
         """
-        inside = (pages.ids >= 0) & (pages.ids < self.count.shape[0])
-        count = jnp.where(inside, self.count[jnp.where(inside, pages.ids, 0)], 0)
-        products = _products(self.total, None, q, pages.ids, scale) / jnp.maximum(count, 1)[:, :, None, None]
+        products = _products(self.mean, None, q, pages.ids, scale)
         return jnp.where(visible(pages, self.count.shape[0])[:, :, None], products, -jnp.inf)
+
+
+def summary_dtype(kv: PagedKV) -> Any:
+    """What summaries of keys are kept in."""
+    return jnp.dtype(jnp.bfloat16) if kv.k.dtype.itemsize == 1 else kv.k.dtype
 
 
 def visible(pages: Pages, pool: int, parts: int = 1) -> jax.Array:

@@ -8,6 +8,7 @@ import pytest
 from sparse_jax import page_sparse_attention, paging, selectors
 from tests.compare import assert_same_bits
 from tests.sparse_jax.selectors.helpers import (
+    COUNTING,
     LENGTHS,
     PAGE_SELECTORS,
     SELECTORS,
@@ -30,7 +31,7 @@ def run(selector, cache, q, **options):
     return attend(selector, filled(selector, cache), q, cache.kv, cache.view, tuple(options.items()))
 
 
-@pytest.mark.parametrize("name", PAGE_SELECTORS)
+@pytest.mark.parametrize("name", COUNTING)
 def test_cases_TOPK_1_and_2_output_equals_dense_when_everything_fits(name):
     """TOPK-1, TOPK-2: equal to dense attention whenever S <= budget; also where fewer keys exist than ids."""
     cache = make_cache([50, 63, 64, 2], page_size=16, table_width=8)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_jax import paging, selectors
+from sparse_jax import selectors
 from sparse_jax.selectors import base
 
 TEXT = (Path(__file__).parents[3] / "docs" / "selectors.md").read_text(encoding="utf-8")
@@ -47,9 +47,9 @@ def test_the_example_works(capsys):
         best = [page for page in np.argsort(norms[:, head]).tolist() if page not in {0, 23, 24}]
         assert pages == {0, 23, 24, *best[:5]}
     # A page that changes hands keeps nothing of its first owner.
-    selector, paged, state = found["selector"], found["paged"], found["state"]
-    paged, _ = paging.release(paged, np.array([True]))
-    paged, state, room = selector.reserve(paged, state, np.array([8]), 8)
-    loud = np.full((1, 8, 2, 16), 100.0, np.float32)
-    paged, state, _ = selector.store(paged, state, 0, room, loud, loud)
-    np.testing.assert_allclose(state.least[paged.table.pages[0, 0]], 400.0)
+    selector, state, loud = found["selector"], found["attended"].state, np.full((8, 2, 16), 100.0, np.float32)
+    state = selector.write(state, loud, np.arange(40, 48, dtype=np.int32))
+    np.testing.assert_allclose(state.least[5], 400.0)
+    state = selector.copy(state, np.array([5, -1], np.int32), np.array([7, 3], np.int32))
+    np.testing.assert_allclose(state.least[7], 400.0)
+    assert (state.least[3] < 100).all()

@@ -93,7 +93,7 @@ def one_request():
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-@pytest.mark.parametrize("weights", [{"w_peak": 0.0}, {"w_avg": 0.0}, {"w_avg": 8.0, "w_peak": 0.5}])
+@pytest.mark.parametrize("weights", [{"w_peak": 0.0}, {"w_avg": 8.0, "w_peak": 0.5}])
 def test_the_weights_are_those_of_the_two_terms(flow, weights):
     cache, q = one_request(), queries(1, 1, 6)
     pages = run(selectors.get(flow, **options(4, **weights)), cache, q)

@@ -59,7 +59,6 @@ def evaluate(
 
     Example: `--tier quick`
     """
-    from models.evaluation import quick
     from models.evaluation.engine import Settings
     from models.evaluation.methods import default, parse
     from models.evaluation.results import Results
@@ -69,18 +68,9 @@ def evaluate(
     if plots is not None:
         _plotting()
     if tier is not None:
-        if tier != "quick":
-            raise ValueError(f"no tier {tier!r}; there is quick")
-        settings = run_all(quick.settings(), results, console, quick.filler())
-        _show(results, settings, console)
-        verdicts = quick.verdicts(results)
-        for name, kept in verdicts.items():
-            console.print(f"{'kept' if kept else '[bold red]broken[/]'}: {name}", highlight=False)
-        if not all(verdicts.values()):
-            raise typer.Exit(1)
+        sound = run_tier(tier, results, console)
     else:
-        on_gpu = _on_gpu()
-        filler = None if text is None else text.read_text(encoding="utf-8", errors="replace")
+        sound, filler = True, None if text is None else text.read_text(encoding="utf-8", errors="replace")
         settings = Settings(
             model=model,
             methods=tuple(parse(name) for name in (_split(methods) or default())),
@@ -89,7 +79,7 @@ def evaluate(
             budgets=tuple(_split(budgets)),
             prompts=prompts,
             seed=seed,
-            batch_tokens=batch or (DEVICE_TOKENS if on_gpu else HOST_TOKENS),
+            batch_tokens=batch or (DEVICE_TOKENS if _on_gpu() else HOST_TOKENS),
             dense_layers=dense_layers,
             diagnostics=diagnostics,
             text=None if filler is None else hashlib.sha256(filler.encode()).hexdigest()[:12],
@@ -104,6 +94,22 @@ def evaluate(
 
         for path in draw(results, plots):
             console.print(f"written: {path}", highlight=False)
+    if not sound:
+        raise typer.Exit(1)
+
+
+def run_tier(name: str, results: Any, console: Console) -> bool:
+    """Runs a tier and says what holds; whether all does. Raises ValueError for an unknown one."""
+    from models.evaluation import quick
+
+    if name != "quick":
+        raise ValueError(f"no tier {name!r}; there is quick")
+    settings = run_all(quick.settings(), results, console, quick.filler())
+    _show(results, settings, console)
+    verdicts = quick.verdicts(results)
+    for what, kept in verdicts.items():
+        console.print(f"{'kept' if kept else '[bold red]broken[/]'}: {what}", highlight=False)
+    return all(verdicts.values())
 
 
 def run_all(

@@ -13,6 +13,7 @@ Source: H2O, arXiv 2306.14048; the decayed window form is that of the H2O flows 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -159,6 +160,10 @@ def h2o_accumulate(
     )
     capacity = page_table.shape[-1] * page_size
     launch = shape.launch(config, capacity, k_pages.dtype, by_page=True)
+    if config is None or config.splits is None:
+        # A key without its value is half the work: twice as many shares as attention makes (H200, 512
+        # programs of 32,768 bf16 keys, D 128, G 4: 1,068 us with 10 splits, 1,131 with 5).
+        launch = dataclasses.replace(launch, splits=min(2 * launch.splits, -(-capacity // launch.block_tokens)))
     operands: tuple[Any, ...] = (in_parts(q, k_pages.dtype), as_pairs(k_pages), page_table, windows, factors)
     results = [
         lowering.result((batch, kv_heads, rows, capacity), jnp.float32, operands),

@@ -59,8 +59,6 @@ def evaluate(
 
     Example: `--tier quick`
     """
-    from models.evaluation.engine import Settings
-    from models.evaluation.methods import default, parse
     from models.evaluation.results import Results
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
@@ -71,22 +69,51 @@ def evaluate(
         sound = run_tier(tier, results, console)
     else:
         sound, filler = True, None if text is None else text.read_text(encoding="utf-8", errors="replace")
-        settings = Settings(
-            model=model,
-            methods=tuple(parse(name) for name in (_split(methods) or default())),
-            tasks=tuple(_split(tasks)),
-            lengths=tuple(int(length) for length in _split(lengths)),
-            budgets=tuple(_split(budgets)),
-            prompts=prompts,
-            seed=seed,
-            batch_tokens=batch or (DEVICE_TOKENS if _on_gpu() else HOST_TOKENS),
-            dense_layers=dense_layers,
-            diagnostics=diagnostics,
-            text=None if filler is None else hashlib.sha256(filler.encode()).hexdigest()[:12],
-            workers=workers or min(16, os.cpu_count() or 1),
+        lists = (methods, tasks, lengths, budgets)
+        settings = _settings(
+            model, *map(_split, lists), prompts, batch, seed, filler, dense_layers, diagnostics, workers
         )
         settings = run_all(settings, results, console, filler, dtype=dtype, attention=attention)
         _show(results, settings, console)
+    _conclude(results, out, plots, console)
+    if not sound:
+        raise typer.Exit(1)
+
+
+def _settings(
+    model: str,
+    methods: list[str],
+    tasks: list[str],
+    lengths: list[str],
+    budgets: list[str],
+    prompts: int,
+    batch: int | None,
+    seed: int,
+    text: str | None,
+    dense_layers: int,
+    diagnostics: bool,
+    workers: int | None,
+) -> Any:
+    from models.evaluation.engine import Settings
+    from models.evaluation.methods import default, parse
+
+    return Settings(
+        model=model,
+        methods=tuple(parse(name) for name in (methods or default())),
+        tasks=tuple(tasks),
+        lengths=tuple(int(length) for length in lengths),
+        budgets=tuple(budgets),
+        prompts=prompts,
+        seed=seed,
+        batch_tokens=batch or (DEVICE_TOKENS if _on_gpu() else HOST_TOKENS),
+        dense_layers=dense_layers,
+        diagnostics=diagnostics,
+        text=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
+        workers=workers or min(16, os.cpu_count() or 1),
+    )
+
+
+def _conclude(results: Any, out: Path | None, plots: Path | None, console: Console) -> None:
     if out is not None:
         console.print(f"written to {out}", highlight=False)
     if plots is not None:
@@ -94,8 +121,6 @@ def evaluate(
 
         for path in draw(results, plots):
             console.print(f"written: {path}", highlight=False)
-    if not sound:
-        raise typer.Exit(1)
 
 
 def run_tier(name: str, results: Any, console: Console) -> bool:

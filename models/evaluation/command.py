@@ -69,10 +69,10 @@ def evaluate(
         sound = run_tier(tier, results, console)
     else:
         sound, filler = True, None if text is None else text.read_text(encoding="utf-8", errors="replace")
-        lists = (methods, tasks, lengths, budgets)
         settings = _settings(
-            model, *map(_split, lists), prompts, batch, seed, filler, dense_layers, diagnostics, workers
-        )
+            model, _split(methods), _split(tasks), _split(lengths), _split(budgets), prompts, batch, seed, filler,
+            dense_layers, diagnostics, workers,
+        )  # fmt: skip
         settings = run_all(settings, results, console, filler, dtype=dtype, attention=attention)
         _show(results, settings, console)
     _conclude(results, out, plots, console)

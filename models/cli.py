@@ -1,4 +1,4 @@
-"""The console app `sparse-jax`: generate, fetch, train, info, bench, tune.
+"""The console app `sparse-jax`: generate, fetch, evaluate, train, info, bench, tune.
 
 Heavy imports wait until a command runs, so that --help is quick.
 """
@@ -311,6 +311,15 @@ def bench(context: typer.Context) -> None:
 def tune(context: typer.Context) -> None:
     """Find the fastest settings of the kernels on this machine's GPU, for your shapes."""
     from sparse_jax.bench.tune import tune as measure
+
+    pass_on(measure, context)
+
+
+@app.command(add_help_option=False, context_settings=PASSED_ON)
+@explained
+def evaluate(context: typer.Context) -> None:
+    """Measure what each method costs in quality, on generated questions over a sparse cache."""
+    from models.evaluation.command import evaluate as measure
 
     pass_on(measure, context)
 

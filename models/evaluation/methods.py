@@ -5,13 +5,11 @@ import dataclasses
 from typing import Any
 
 from sparse_jax import selectors
-from sparse_jax.selectors import Dense, PageSelector, Selector, TokenSelector
+from sparse_jax.selectors import Dense, Selector
 
 PAGE_SIZE = 16
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"h2o-evict": ("h2o", {"form": "evict"})}
 """Short names for a selector with options."""
-BY_TOKEN = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")
-"""Selectors that work at page size 1 only."""
 INTERESTING = (
     "dense",
     "oracle",
@@ -28,10 +26,6 @@ INTERESTING = (
     "tova",
     "rocketkv",
 )
-RECENT_BY_PAGE, RECENT_BY_TOKEN = 1, PAGE_SIZE
-"""Latest tokens that selectors of pages and of tokens always keep unless told otherwise: the page of the query's own
-token, as Quest's authors do, or about as many tokens. Their own default grows with the budget, and one compilation
-serves all budgets."""
 OWN_CACHE = ("reserve", "store", "reserve_prompt", "store_prompt")
 
 
@@ -79,13 +73,6 @@ def parse(text: str) -> Method:
             values[key.strip()] = value
     if "budget" in values or "most" in values:
         raise ValueError(f"{text!r}: budgets are given for all methods together")
-    page_size = values.pop("page_size", 1 if known in BY_TOKEN else PAGE_SIZE)
-    return Method(text.strip(), _with_recent(selectors.get(known, **values)), page_size)
-
-
-def _with_recent(selector: Selector) -> Selector:
-    """With a number of recent tokens that does not depend on the budget, unless it has one."""
-    if selector.recent is None and isinstance(selector, TokenSelector):
-        return dataclasses.replace(selector, recent=RECENT_BY_TOKEN)
-    by_page = isinstance(selector, PageSelector) and type(selector).token_options is PageSelector.token_options
-    return dataclasses.replace(selector, recent=RECENT_BY_PAGE) if by_page and selector.recent is None else selector
+    page_size = values.pop("page_size", None)
+    selector = selectors.get(known, **values)
+    return Method(text.strip(), selector, page_size or selector.page_size or PAGE_SIZE)

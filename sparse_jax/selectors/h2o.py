@@ -97,7 +97,7 @@ class H2O(TokenSelector):
         return state.at[jnp.where(valid, targets, pages)].set(rows, mode="drop")
 
     def rank(
-        self, state: jax.Array, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, int]
+        self, state: jax.Array, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, Any]
     ) -> tuple[jax.Array, jax.Array]:
         """See `TokenSelector.rank`: accumulates, then ranks by the sums."""
         self.check_page_size(k_pages.shape[2])

@@ -27,7 +27,7 @@ class Oracle(TokenSelector):
     scale: float | None = None
 
     def rank(
-        self, state: Any, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, int]
+        self, state: Any, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, Any]
     ) -> tuple[jax.Array, Any]:
         """See `TokenSelector.rank`."""
         del k, reserved

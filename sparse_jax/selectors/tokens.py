@@ -23,7 +23,7 @@ class TokenSelector(Selector):
     """
 
     def rank(
-        self, state: Any, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, int]
+        self, state: Any, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, Any]
     ) -> tuple[jax.Array, Any]:
         """Scores of the tokens f32[B, Hkv, W * P] in the order of the table, and the new state.
 
@@ -32,13 +32,14 @@ class TokenSelector(Selector):
         """
         raise NotImplementedError
 
-    def reserved(self) -> tuple[int, int]:
-        """First and last tokens that are always read; of a recent of None, an eighth of the budget, at most 32."""
-        recent = self.recent
-        if recent is None:
-            budget = DEFAULT_BUDGET if self.budget is None else self.budget
-            recent = min(32, max(1, budget // 8)) if isinstance(budget, int) else 32
-        return self.sinks, recent
+    def reserved(self, tokens: Any, capacity: int) -> tuple[int, Any]:
+        """First and last tokens that are read anyway; a recent of None follows the budget, see `budgets.recent_of`.
+
+        tokens: the budget, an int or i32[B, 1 or Hkv], and so is the second result.
+        """
+        last = budgets.recent_of(tokens) if self.recent is None else self.recent
+        last = min(last, capacity) if isinstance(last, int) else jnp.minimum(last, capacity)
+        return min(self.sinks, capacity), last
 
     def attend(
         self,
@@ -62,23 +63,25 @@ class TokenSelector(Selector):
         _, kv_heads, page_size, _ = k_pages.shape
         pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, plane=plane)
         capacity = pages.ids.shape[-1] * page_size
-        first, last = (min(x, capacity) for x in self.reserved())
         budget = DEFAULT_BUDGET if self.budget is None else self.budget
         tokens = budgets.tokens(budget, self.most, pages.lengths[..., 0], plane, kv_heads=kv_heads, capacity=capacity)
+        first, last = self.reserved(tokens, capacity)
         k = max(1, tokens - first - last) if isinstance(tokens, int) else jnp.maximum(1, tokens - first - last)
         q3 = q.reshape(q.shape[0], *q.shape[-2:])
         scores, state = self.rank(state, q3, k_pages, view, k=k, reserved=(first, last))
 
         token = jnp.arange(capacity, dtype=jnp.int32)
-        always = (token < first) | (token >= pages.lengths - last)  # [B, Hkv or 1, W * P]
+        always = token >= pages.lengths - (last if isinstance(last, int) else last[..., None])
+        always |= token < first  # [B, Hkv or 1, W * P]
         exists = jnp.repeat(pages.exists, page_size, axis=-1) & (token < pages.lengths)
         scores = jnp.where(exists, jnp.where(always, jnp.inf, jnp.nan_to_num(scores)), -jnp.inf)
-        width = min(max(budgets.most_tokens(budget, self.most, capacity), first + last + 1), capacity)
+        most = budgets.most_tokens(budget, self.most, capacity)
+        width = min(max(most, sum(self.reserved(most, capacity)) + 1), capacity)
         if isinstance(tokens, int) and isinstance(budget, int):
             chosen = top_k(scores, width, order="id")
         else:  # rows differ in how many they may have
             rank = jnp.arange(width, dtype=jnp.int32)
-            chosen = jnp.where(rank < first + last + jnp.asarray(k)[..., None], top_k(scores, width), -1)
+            chosen = jnp.where(rank < jnp.asarray(first + last + k)[..., None], top_k(scores, width), -1)
         requests = jnp.arange(q.shape[0], dtype=jnp.int32)
         slots = to_slots(chosen, view.page_table, requests, page_size=page_size)
         output = token_sparse_attention(q, k_pages, v_pages, slots, **options)

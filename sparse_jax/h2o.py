@@ -83,13 +83,19 @@ def h2o_accumulate(
     scale = width**-0.5 if scale is None else scale
     _check_known("decay", decay, lambda x: 0 < x <= 1, "above 0 and at most 1")
     _check_known("scale", scale, np.isfinite, "finite")
-    require(len(reserved) == 2, f"reserved must be two numbers, of first and last tokens, got {reserved!r}")
-    numbers = [as_ids(name, x) for name, x in (("k", k), ("reserved[0]", reserved[0]), ("reserved[1]", reserved[1]))]
-    for (name, least), x in zip((("k", 1), ("reserved", 0), ("reserved", 0)), numbers, strict=True):
-        _check_known(name, x, lambda x, least=least: (x >= least).all(), f"at least {least}")
     factors = jnp.stack([jnp.asarray(scale, jnp.float32), jnp.asarray(decay, jnp.float32)])
-    arrays = scores, q, k_pages, page_table, lengths, factors, *numbers
+    arrays = scores, q, k_pages, page_table, lengths, factors, *_numbers(k, reserved)
     return _accumulate(arrays, group=group, implementation=implementation, config=config)
+
+
+def _numbers(k: Any, reserved: tuple[Any, Any]) -> list[jax.Array]:
+    """The numbers k, first and last as i32; raises ValueError for those that are known and too small."""
+    require(len(reserved) == 2, f"reserved must be two numbers, of first and last tokens, got {reserved!r}")
+    found = []
+    for name, value, least in (("k", k, 1), ("reserved", reserved[0], 0), ("reserved", reserved[1], 0)):
+        found.append(as_ids(name, value))
+        _check_known(name, found[-1], lambda x, least=least: (x >= least).all(), f"at least {least}")
+    return found
 
 
 def _check_known(name: str, value: Any, good: Any, wanted: str) -> None:

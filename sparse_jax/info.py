@@ -71,6 +71,12 @@ def _operations() -> dict[str, tuple[Callable[[], Any], bool]]:
         "to_slots": (lambda: sparse_jax.to_slots(ids, table, request, page_size=16), False),
         "merge_attention": (lambda: sparse_jax.merge_attention(outs, lses), False),
         "top_k": (lambda: sparse_jax.top_k(jnp.zeros((1, 64)), 4), True),
+        "h2o_accumulate": (
+            lambda: sparse_jax.h2o_accumulate(
+                jnp.zeros((2, 2, 16)), q, pool, table, 32 * lengths, k=4, reserved=(1, 1)
+            ),
+            True,
+        ),
     }
 
 

@@ -24,6 +24,12 @@ HEADLINE = (
     ("attention", "b1-128k", "dense"),
     ("attention", "b1-128k", "page-sparse"),
     ("attention", "b1-128k", "token-sparse"),
+    ("select", "b64-32k", "h2o accumulate, mean"),
+    ("select", "b64-32k", "h2o accumulate, max"),
+    ("select", "b64-32k", "step: quest"),
+    ("select", "b64-32k", "step: gqa_h2o_sparse_attention"),
+    ("select", "b64-128k", "step: quest"),
+    ("select", "b64-128k", "step: gqa_h2o_sparse_attention"),
     ("topk", "64x32k", "top-k by id"),
     ("topk", "1x128k", "top-k by id"),
 )

@@ -21,6 +21,24 @@ from pallas_kernels.online_softmax import columns
 PARTS = 3
 
 
+def shape_of(q: jax.Array, pages: int, page_size: int, interpret: bool) -> Shape:
+    """The static shape of a call that multiplies q [B, Hkv, rows, D] with a pool of `pages` pages."""
+    batch, kv_heads, rows, width = q.shape
+    return Shape(
+        groups=batch,
+        kv_heads=kv_heads,
+        rows=rows,
+        group_size=rows,
+        pages=pages,
+        page_size=page_size,
+        key_width=width,
+        value_width=width,
+        scale=1.0,
+        soft_cap=None,
+        interpret=interpret,
+    )
+
+
 def in_parts(q: jax.Array, stored: Any) -> jax.Array:
     """Queries [...] as [parts, ...] in the dtype in which they are multiplied with numbers that are stored as `stored`.
 

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, next_power_of_two
 from pallas_kernels.decode_call import Shape, split_range, this_program
-from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product
+from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product, shape_of
 from pallas_kernels.online_softmax import LOG2E, Keys, rows_of
 from pallas_kernels.paged_decode import table_pages
 from pallas_kernels.pairs import as_pairs
@@ -144,32 +144,26 @@ def h2o_accumulate(
     scores f32 or bf16 [N, Hkv, P]; q [B, Hkv, R, D]; k_pages [N, Hkv, P, D]; page_table i32[B, Hkv or 1, W]; windows
     i32[B, Hkv, 2]; factors f32[2] (scale, decay). Returns the new scores; the old ones' memory is taken over.
     """
-    (batch, kv_heads, rows, width), (pages, _, page_size, _) = q.shape, k_pages.shape
-    shape = Shape(
-        groups=batch,
-        kv_heads=kv_heads,
-        rows=rows,
-        group_size=rows,
-        pages=pages,
-        page_size=page_size,
-        key_width=width,
-        value_width=width,
-        scale=1.0,
-        soft_cap=None,
-        interpret=interpret,
-    )
-    capacity = page_table.shape[-1] * page_size
+    shape = shape_of(q, k_pages.shape[0], k_pages.shape[2], interpret)
+    capacity = page_table.shape[-1] * shape.page_size
     launch = shape.launch(config, capacity, k_pages.dtype, by_page=True)
     if config is None or config.splits is None:
-        # A key without its value is half the work: twice as many shares as attention makes (H200, 512
-        # programs of 32,768 bf16 keys, D 128, G 4: 1,068 us with 10 splits, 1,131 with 5).
+        # A key without its value is half the work: twice as many shares as attention makes (H200, 512 programs of
+        # 32,768 bf16 keys, D 128, G 4: 1,068 us with 10 splits, 1,131 with 5).
         launch = dataclasses.replace(launch, splits=min(2 * launch.splits, -(-capacity // launch.block_tokens)))
-    operands: tuple[Any, ...] = (in_parts(q, k_pages.dtype), as_pairs(k_pages), page_table, windows, factors)
+    operands = in_parts(q, k_pages.dtype), as_pairs(k_pages), page_table, windows, factors
+    s, lse = _scores(operands, shape, launch, capacity)
+    return _update((s, lse, page_table, windows, factors, scores), shape)
+
+
+def _scores(operands: tuple[Any, ...], shape: Shape, launch: Launch, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Scores f32[B, Hkv, R, W * P] of the window, and the logsumexp f32[splits, B, Hkv, R] of each share of it."""
+    rows = shape.groups, shape.kv_heads, shape.rows
     results = [
-        lowering.result((batch, kv_heads, rows, capacity), jnp.float32, operands),
-        lowering.result((launch.splits, batch, kv_heads, rows), jnp.float32, operands),
+        lowering.result((*rows, capacity), jnp.float32, operands),
+        lowering.result((launch.splits, *rows), jnp.float32, operands),
     ]
-    s, lse = lowering.call(
+    return lowering.call(
         functools.partial(h2o_scores_kernel, shape=shape, launch=launch),
         name="h2o_scores",
         programs=shape.programs(launch),
@@ -178,20 +172,24 @@ def h2o_accumulate(
         out_shape=results,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        interpret=interpret,
+        interpret=shape.interpret,
     )(*operands)
-    operands = (s, lse, page_table, windows, factors, scores)
-    blocks = -(-capacity // min(UPDATE_TOKENS, next_power_of_two(capacity)))
+
+
+def _update(operands: tuple[Any, ...], shape: Shape) -> jax.Array:
+    """The sums after this step, in the memory of the old ones, the last operand."""
+    s, *_, scores = operands
+    blocks = -(-s.shape[-1] // min(UPDATE_TOKENS, next_power_of_two(s.shape[-1])))
     new = lowering.result(scores.shape, scores.dtype, operands)
     return lowering.call(
-        functools.partial(h2o_update_kernel, kv_heads=kv_heads, blocks=blocks),
+        functools.partial(h2o_update_kernel, kv_heads=shape.kv_heads, blocks=blocks),
         name="h2o_update",
-        programs=batch * kv_heads * blocks,
+        programs=shape.groups * shape.kv_heads * blocks,
         in_specs=[lowering.whole(array) for array in operands],
         out_specs=lowering.whole(new),
         out_shape=new,
         num_warps=4,
         num_stages=1,
-        interpret=interpret,
+        interpret=shape.interpret,
         aliases={len(operands) - 1: 0},
     )(*operands)

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch
 from pallas_kernels.decode_call import Shape, split_range, this_program
-from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product
+from pallas_kernels.exact_products import in_parts, load_parts, product, rows_of_product, shape_of
 from pallas_kernels.online_softmax import Keys, rows_of
 from pallas_kernels.positions import of_head
 
@@ -74,20 +74,8 @@ def page_bounds(
     q [B, Hkv, rows, D]; lo, hi [N, Hkv, D] of one dtype, float32 or 16-bit; page_ids i32[B, Hkv or 1, W]. Returns
     f32[B, Hkv, rows, W]; an absent page has the value of page 0.
     """
-    (batch, kv_heads, rows, width), pages = q.shape, lo.shape[0]
-    shape = Shape(
-        groups=batch,
-        kv_heads=kv_heads,
-        rows=rows,
-        group_size=rows,
-        pages=pages,
-        page_size=1,
-        key_width=width,
-        value_width=width,
-        scale=1.0,
-        soft_cap=None,
-        interpret=interpret,
-    )
+    batch, kv_heads, rows, _ = q.shape
+    shape = shape_of(q, lo.shape[0], 1, interpret)
     launch = shape.launch(config, page_ids.shape[-1], lo.dtype, by_page=False)
     pairs = [(q, lo)] if hi is None else [(jnp.maximum(q, 0), hi), (jnp.minimum(q, 0), lo)]
     operands = [(in_parts(side, lo.dtype), summary[:, :, None]) for side, summary in pairs], page_ids

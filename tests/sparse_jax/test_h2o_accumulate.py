@@ -300,6 +300,22 @@ def test_T30_jit_vmap_and_donation_and_one_compilation():
     np.testing.assert_allclose(many[1], ACCUMULATE(scores, -q, keys, table, lengths), rtol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None, pytest.param("triton", marks=pytest.mark.gpu)])
+def test_T30_shard_map_over_kv_heads_with_checking_on(implementation):
+    scores, q, keys, table, lengths = pooled()
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("heads",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    run = jax.shard_map(
+        lambda *args: ACCUMULATE(*args, implementation=implementation),
+        mesh=mesh,
+        in_specs=(spec(None, "heads"), spec(None, "heads"), spec(None, "heads"), spec(), spec()),
+        out_specs=spec(None, "heads"),
+    )
+    new = jax.jit(run)(scores, q, keys, table, lengths)
+    np.testing.assert_allclose(new, ACCUMULATE(scores, q, keys, table, lengths, implementation="xla"), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("bits", "closed", "low", "high"), [(5, 32.00, 31.9, 32.1), (7, 126.84, 121.2, 122.7), (8, 231.5, 192, 195)]
 )

@@ -46,7 +46,7 @@ def run(
     place = checkpoints.resolve(model)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
-    encoded = [tokenizer.encode(text) for text in texts]
+    encoded = [tokenizer.encode(text, bos=not chat_template) for text in texts]
     config, network = checkpoints.load(model)
     if tokenizer.vocab_size > config.vocab_size or (
         isinstance(tokenizer, tokenizers.ByteTokenizer) and tokenizer.vocab_size != config.vocab_size
@@ -91,7 +91,8 @@ def share_read(method: str, budget: int | float) -> str:
     if method == "dense":
         return "the whole KV cache"
     amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
-    return f"about {amount} of the KV cache ({method})"
+    more = "; choosing reads the keys of all" if selectors.get(method).reads_all_keys else ""
+    return f"about {amount} of the KV cache ({method}{more})"
 
 
 def show_stream(chunks: Iterable[Chunk], tokenizer: tokenizers.Tokenizer) -> str:

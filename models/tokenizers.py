@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, a first token for its beginning included where the model wants one."""
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Ids of a prompt, a first token for its beginning included where the model wants one and `bos` is True."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of generated ids, without special tokens."""
@@ -94,10 +94,14 @@ class SubwordTokenizer:
             return cls(gguf_tokenizer.tokenizer(gguf_files.open_gguf(path)))
         return cls(FastTokenizer.from_file(str(path)))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text; special tokens written out in it (`<|im_start|>`) become their ids."""
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Ids of the text; special tokens written out in it (`<|im_start|>`) become their ids.
+
+        bos: with what the tokenizer puts around a text; not for one that a chat template has begun.
+        """
         # Bytes of a file or argument that were not UTF-8 have no token here: replacement characters.
-        return self.fast.encode(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")).ids
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return self.fast.encode(text, add_special_tokens=bos).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, without special tokens."""

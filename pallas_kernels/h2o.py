@@ -121,6 +121,7 @@ def h2o_update_kernel(
     # Where no program has anything to do, nothing is read: no row is walked.
     count = jnp.where((block * size < end) & (block * size + size > start), jnp.int32(rows), jnp.int32(0))
     p = lax.fori_loop(jnp.int32(0), count, one_row, jnp.zeros((size,), jnp.float32))
+    p = jnp.where(p < jnp.inf, p, 0.0)  # not NaN either: a sick query or key says nothing
     page, offset = jnp.where(present, page, 0), lax.rem(place, jnp.int32(page_size))
     old = lowering.load(scores_ref.at[page, head, offset], mask=present, other=0.0).astype(jnp.float32)
     new = (p + factors_ref[1] * old).astype(new_ref.dtype)
@@ -151,6 +152,8 @@ def h2o_accumulate(
         # A key without its value is half the work: twice as many shares as attention makes (H200, 512 programs of
         # 32,768 bf16 keys, D 128, G 4: 1,068 us with 10 splits, 1,131 with 5).
         launch = dataclasses.replace(launch, splits=min(2 * launch.splits, -(-capacity // launch.block_tokens)))
+    if config is None or config == Config(exact=config.exact):
+        launch = dataclasses.replace(launch, num_warps=2, num_stages=3)  # its blocks are half as large, too
     operands = in_parts(q, k_pages.dtype), as_pairs(k_pages), page_table, windows, factors
     s, lse = _scores(operands, shape, launch, capacity)
     return _update((s, lse, page_table, windows, factors, scores), shape)

@@ -57,7 +57,9 @@ def h2o_accumulate(
     page_table: i32[B, W] or i32[B, Hkv, W]; -1 or out of range is absent: its tokens are left out of the softmax.
     lengths: i32[B] or i32[B, Hkv], cut to the table. k: at least 1, an int or i32 broadcastable to [B, Hkv]. reserved:
     two numbers of tokens. decay: in (0, 1], 1 - 2**-6 unless given. scale: D ** -0.5 unless given. Both, k and reserved
-    may be traced; changing them compiles nothing anew. Requests must not share the pages of their windows.
+    may be traced; changing them compiles nothing anew; out of range, a traced one counts as the nearest that is not.
+    Requests must not share the pages of their windows. Probabilities that are not finite, because a query or a key is
+    not, count as 0: the sums only decay in such a step.
 
     Returns the new scores, in the dtype of the old; float32 inside. Raises ValueError for arguments that do not fit
     each other. Source: H2O, arXiv 2306.14048, in the decayed form of the H2O flows for vortex_torch.
@@ -82,7 +84,8 @@ def h2o_accumulate(
     )
     scale = width**-0.5 if scale is None else scale
     _check_known("decay", decay, lambda x: 0 < x <= 1, "above 0 and at most 1")
-    _check_known("scale", scale, np.isfinite, "finite")
+    require(np.shape(scale) == np.shape(decay) == (), f"scale and decay must be numbers, got {scale!r} and {decay!r}")
+    _check_known("scale", scale, lambda x: abs(x) <= np.finfo(np.float32).max, "finite (in float32)")
     factors = jnp.stack([jnp.asarray(scale, jnp.float32), jnp.asarray(decay, jnp.float32)])
     arrays = scores, q, k_pages, page_table, lengths, factors, *_numbers(k, reserved)
     return _accumulate(arrays, group=group, implementation=implementation, config=config)
@@ -141,7 +144,8 @@ def windows(
     """
     lengths = as_array("lengths", lengths)
     lengths = jnp.clip(lengths if lengths.ndim == 2 else lengths[:, None], 0, capacity)
-    k, first, last = (jnp.minimum(x, capacity) for x in (k, first, last))  # so that nothing below leaves int32
+    # In range, whatever was traced: nothing below leaves the tokens of the request, or int32.
+    k, first, last = (jnp.clip(x, least, capacity) for x, least in ((k, 1), (first, 0), (last, 0)))
     first, end = jnp.broadcast_arrays(first, lengths - last)
     active = end - first > k
     window = jnp.stack([jnp.where(active, first, 0), jnp.where(active, end, 0)], axis=-1)

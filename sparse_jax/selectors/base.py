@@ -20,6 +20,7 @@ tokens (`evicting.py`) take `reserve` and `store` over. docs/selectors.md shows 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -32,7 +33,7 @@ from sparse_jax.attention import page_sparse_attention, paged_attention
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.paging import PagedKV, PagedState, PageView
 from sparse_jax.selectors import budgets
-from sparse_jax.selectors.views import positions_read, tokens_read
+from sparse_jax.selectors.views import inside_pool, positions_read, tokens_read
 from sparse_jax.validation import require
 
 DEFAULT_BUDGET = 1024
@@ -67,6 +68,8 @@ class Selector:
     """Whether two requests may hold the same page: not where the state of a page belongs to one request."""
     page_size: ClassVar[int | None] = None
     """The only page size it works with; None: any."""
+    reads_all_keys: ClassVar[bool] = False
+    """Whether choosing reads the key of every token, beside what `tokens_read` counts."""
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -88,6 +91,19 @@ class Selector:
                 f"{type(self).__name__}: {name} is a whole number of tokens, at least {least}; got {value!r}."
             )
         object.__setattr__(self, name, number)
+
+    def check_number(
+        self, name: str, wanted: str, good: Callable[[float], bool] = lambda x: True, optional: bool = False
+    ) -> None:
+        """Raises ValueError, saying what is `wanted`, unless the option is a number that float32 holds and is good."""
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        # NaN is within no limit.
+        if not is_number or not abs(value) <= float(jnp.finfo(jnp.float32).max) or not good(value):
+            raise ValueError(f"{type(self).__name__}: {name} is {wanted}; got {value!r}.")
+        object.__setattr__(self, name, float(value))
 
     # What it remembers
 
@@ -168,7 +184,7 @@ class Selector:
         Returns page indices inside the request, i32[B, Hkv, C] in any order, -1 absent, with C at most the W pages of
         the table; or None: dense attention.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not choose pages; its whole step is `attend`")
 
     def attend(
         self,
@@ -188,6 +204,7 @@ class Selector:
         among them governs the attention only, the choice of pages runs what the platform has.
         """
         require(jnp.ndim(k_pages) == 4, f"k_pages must be [planes * N, Hkv, P, D], got {list(jnp.shape(k_pages))}")
+        view = inside_pool(view, k_pages.shape[0])
         sizes = {"kv_heads": k_pages.shape[1], "page_size": k_pages.shape[2]}
         page_indices = self.select(state, q, view, plane=plane, **sizes)
         arguments = (q, k_pages, v_pages, view.page_table, view.lengths)
@@ -249,9 +266,12 @@ def get(name: str, **options: Any) -> Selector:
     return selector(**options)  # a function that passes its options to `make`
 
 
-def make(name: str, selector: type[Selector], options: dict[str, Any]) -> Selector:
-    """A selector of this class. Raises ValueError, speaking of `name`, for an unknown option or a bad value."""
-    known = [field.name for field in dataclasses.fields(selector)]
+def make(name: str, selector: type[Selector], options: dict[str, Any], more: tuple[str, ...] = ()) -> Selector:
+    """A selector of this class; `more` are options that the caller has taken.
+
+    Raises ValueError, speaking of `name`, for an unknown option or a bad value.
+    """
+    known = [*more, *(field.name for field in dataclasses.fields(selector))]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(

@@ -12,7 +12,6 @@ The state belongs to requests, so pages cannot be shared (`shareable` is False).
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any, ClassVar
 
 import jax
@@ -45,8 +44,8 @@ class Evicting(Selector):
 
     budget: tokens that a request may hold per KV head, the query's own included: a number, a share of the prompt's
     length (of the table, for a request that begins without a prompt), or an array for all heads of a request alike.
-    At most what the table holds. sinks, recent: first and last tokens that are never dropped. scale: of the scores
-    before the softmax, as in the attention; D ** -0.5 if None.
+    At most what the table holds. recent, sinks: last and first tokens that are never dropped, recent ones first, as
+    many as fit into the budget. scale: of the scores before the softmax, as in the attention; D ** -0.5 if None.
 
     Raises ValueError for budgets by plane or KV head: the tables, and with them how many, are the same for all.
     """
@@ -67,9 +66,7 @@ class Evicting(Selector):
                 "number of tokens, at least 1, a share of the prompt, or an i32 array of shape [] or [B, 1]; got "
                 f"{budget if isinstance(budget, tuple) else list(jnp.shape(budget))}."
             )
-        finite = isinstance(self.scale, numbers.Real) and abs(self.scale) < float(jnp.finfo(jnp.float32).max)
-        if self.scale is not None and not finite:
-            raise ValueError(f"{name}: scale is a finite number (in float32), or None; got {self.scale!r}.")
+        self.check_number("scale", "a finite number (in float32), or None", optional=True)
 
     # What a method says
 

@@ -50,10 +50,8 @@ class H2O(TokenSelector):
             raise ValueError(f"{name}: group must be one of {GROUPS}, got {self.group!r}.")
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"{name}: state_dtype must be one of {STATE_DTYPES}, got {self.state_dtype!r}.")
-        if isinstance(self.decay, bool) or not 0 < self.decay <= 1:
-            raise ValueError(f"{name}: decay must be above 0 and at most 1, got {self.decay!r}.")
-        if self.scale is not None and not abs(self.scale) < float(jnp.finfo(jnp.float32).max):
-            raise ValueError(f"{name}: scale is a finite number (in float32), or None; got {self.scale!r}.")
+        self.check_number("decay", "above 0 and at most 1", lambda x: 0 < x <= 1)
+        self.check_number("scale", "a finite number (in float32), or None", optional=True)
 
     def softmax_scale(self, width: int) -> float:
         """What q . k of D = width columns is multiplied by before the softmax."""
@@ -168,4 +166,4 @@ def h2o(*, form: str = "select", **options: Any) -> Selector:
     forms: dict[str, type[Selector]] = {"select": H2O, "evict": H2OEvicting}
     if form not in forms:
         raise ValueError(f"h2o: form must be one of {', '.join(map(repr, forms))}, got {form!r}.")
-    return make("h2o", forms[form], options)
+    return make("h2o", forms[form], options, more=("form",))

@@ -32,8 +32,7 @@ class H2OEvicting(Replacing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.decay, bool) or not 0 < self.decay <= 1:
-            raise ValueError(f"H2OEvicting: decay must be above 0 and at most 1, got {self.decay!r}.")
+        self.check_number("decay", "above 0 and at most 1", lambda x: 0 < x <= 1)
 
     def recent_of(self, limit: jax.Array) -> jax.Array:
         """See `Evicting.recent_of`."""

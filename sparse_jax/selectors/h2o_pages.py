@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from sparse_jax.paging import PagedKV
 from sparse_jax.selectors import budgets
 from sparse_jax.selectors.base import register
-from sparse_jax.selectors.pages import PageSelector, finite
+from sparse_jax.selectors.pages import PageSelector
 from sparse_jax.selectors.summaries import Envelope, Sums, check_fits, visible
 from sparse_jax.selectors.views import Pages
 
@@ -48,7 +48,7 @@ class GroupedH2OPages(PageSelector):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("w_avg", "w_peak"):
-            object.__setattr__(self, name, finite(self, name))
+            self.check_number(name, "a finite number")
 
     def init(self, kv: PagedKV, requests: int = 1) -> Statistics:
         """See `Selector.init`."""
@@ -63,31 +63,33 @@ class GroupedH2OPages(PageSelector):
         """See `Selector.copy`."""
         return Statistics(state.box.copy(sources, targets), state.sums.copy(sources, targets))
 
-    def reserved(self, tokens: Any, page_size: int, table_width: int) -> tuple[int, Any]:
+    def reserved(self, tokens: Any, page_size: int, table_width: int, rows: int = 1) -> tuple[int, Any]:
         """(b, e), the first and the last pages that are read anyway; tokens, and so e: an int or i32 array."""
         _, sinks, recent = self.token_options()
         recent = budgets.recent_of(tokens) if recent is None else recent
+        if rows > 1:  # those of every row, whose windows need not begin with a page; the flows know one row
+            recent = recent + rows - 1 + page_size - 1
         last = -(-recent // page_size)
         last = min(max(last, 1), table_width) if isinstance(last, int) else jnp.clip(last, 1, table_width)
         return min(-(-sinks // page_size), table_width), last
 
     def width(self, *, page_size: int, table_width: int, rows: int = 1) -> int:
         """b + k + e, at most W."""
-        del rows
         tokens = budgets.most_tokens(self.token_options()[0], self.most, table_width * page_size)
-        return min(max(-(-tokens // page_size), sum(self.reserved(tokens, page_size, table_width)) + 1), table_width)
+        return min(
+            max(-(-tokens // page_size), sum(self.reserved(tokens, page_size, table_width, rows)) + 1), table_width
+        )
 
     def always(self, pages: Pages, tokens: Any) -> jax.Array:
         """The first b and the last e pages of each request."""
-        first, last = self.reserved(tokens, pages.page_size, pages.ids.shape[-1])
+        first, last = self.reserved(tokens, pages.page_size, pages.ids.shape[-1], pages.rows)
         index = jnp.arange(pages.ids.shape[-1], dtype=jnp.int32)
         held = -(-pages.lengths // pages.page_size)  # [B, Hkv or 1, 1]
         return (index < first) | (index >= held - (last if isinstance(last, int) else last[..., None]))
 
     def wanted(self, tokens: jax.Array, always: jax.Array, page_size: int) -> jax.Array:
         """b + k + e of each request."""
-        first, last = self.reserved(tokens, page_size, always.shape[-1])
-        return jnp.maximum(-(-tokens // page_size), first + last + 1)
+        return jnp.maximum(-(-tokens // page_size), always.sum(axis=-1, dtype=jnp.int32) + 1)
 
     def queries(self, q: jax.Array, kv_heads: int) -> jax.Array:
         """The queries that are compared with pages, [B, T, a multiple of Hkv, D]."""

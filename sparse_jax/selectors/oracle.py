@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sparse_jax.paging import PageView
 from sparse_jax.selectors.base import register
 from sparse_jax.selectors.tokens import TokenSelector
-from sparse_jax.selectors.views import Pages
+from sparse_jax.selectors.views import Pages, inside_pool
 
 
 @register("oracle")
@@ -40,9 +40,9 @@ def dense_probabilities(q: jax.Array, k_pages: jax.Array, view: PageView, scale:
     q [B, Hq, D]; k_pages [planes * N, Hkv, P, D]; scale: D ** -0.5 if None.
     """
     pool, kv_heads, page_size, width = k_pages.shape
-    pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size)
+    pages = Pages.of(inside_pool(view, pool), kv_heads=kv_heads, page_size=page_size)
     q = q.reshape(q.shape[0], kv_heads, -1, width)
-    exists = pages.exists & (pages.ids < pool)
+    exists = pages.exists
     at = jnp.where(exists, jnp.broadcast_to(pages.ids, exists.shape), 0)
     keys = k_pages[at, jnp.arange(kv_heads, dtype=jnp.int32)[:, None]]  # [B, Hkv, W, P, D]
     keys = keys.reshape(*exists.shape[:2], -1, width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any
 
 import jax
@@ -108,8 +107,7 @@ class ShareSelector(PageSelector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale is not None:
-            object.__setattr__(self, "scale", finite(self, "scale", " (in float32), or None"))
+        self.check_number("scale", "a finite number (in float32), or None", optional=True)
 
     def logits(self, state: Any, q: jax.Array, pages: Pages, scale: float) -> jax.Array:
         """What each head and row could make of a page, in its own units: f32[B, Hkv, G, T, W], -inf where unseen."""
@@ -124,13 +122,3 @@ class ShareSelector(PageSelector):
         share = jnp.where(jnp.isneginf(logits), -jnp.inf, logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
         # Finite, also where a key or a query is not: a sick head prefers nothing, and any existing page can be chosen.
         return jnp.nan_to_num(share, nan=jnp.finfo(jnp.float32).min).max(axis=(2, 3))
-
-
-def finite(selector: Selector, name: str, more: str = "") -> float:
-    """An option as a float. Raises ValueError unless it is a finite number."""
-    value = getattr(selector, name)
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    limit = float(jnp.finfo(jnp.float32).max)  # NaN is not within it either
-    if not is_number or not -limit <= value <= limit:
-        raise ValueError(f"{type(selector).__name__}: {name} is a finite number{more}; got {value!r}.")
-    return float(value)

@@ -35,6 +35,7 @@ from sparse_jax.selectors.evicting import (
     positions_held,
     room_of,
 )
+from sparse_jax.selectors.views import inside_pool
 from sparse_jax.validation import INT32_MAX, as_array, as_ids, check_shape, require
 
 
@@ -158,6 +159,7 @@ class Replacing(Evicting):
             f"{type(self).__name__} takes one query token of each request a step: q [B, Hq, D] or [B, 1, Hq, D], "
             f"got {list(q.shape)}",
         )
+        view = inside_pool(view, k_pages.shape[0])
         (batch, width), (_, kv_heads, page_size, _) = view.page_table.shape, k_pages.shape
         every = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, kv_heads, width))
         options = self.attention_options(state, view, 1, options)

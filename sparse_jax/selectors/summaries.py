@@ -120,7 +120,8 @@ class Sums:
         count = writes.fold(jnp.ones_like(writes.fresh, jnp.int32), jnp.add)[..., 0, 0]
         count = count + jnp.where(writes.fresh[..., 0, 0], 0, _get(self.count, writes.targets))
         total, count = lax.optimization_barrier((total, count))  # the count waits for the keys, see `_put`
-        mean = (total / jnp.maximum(count, 1)[..., None, None]).astype(self.mean.dtype)
+        mean = total / jnp.maximum(count, 1)[..., None, None]
+        mean = _finite(mean, float(jnp.finfo(self.mean.dtype).max)).astype(self.mean.dtype)
         new = (total, count, mean)
         old = (self.total, self.count, self.mean)
         put = [_put(array, writes.targets, rows) for array, rows in zip(old, new, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from sparse_jax.ops import to_slots, top_k
 from sparse_jax.paging import PageView
 from sparse_jax.selectors import budgets
 from sparse_jax.selectors.base import DEFAULT_BUDGET, Attended, Selector
-from sparse_jax.selectors.views import Pages
+from sparse_jax.selectors.views import Pages, inside_pool
 from sparse_jax.validation import as_array, require
 
 
@@ -21,6 +21,8 @@ class TokenSelector(Selector):
 
     A request of no more tokens than the budget is attended whole. One query token a step (T = 1).
     """
+
+    reads_all_keys: ClassVar[bool] = True
 
     def rank(
         self, state: Any, q: jax.Array, k_pages: jax.Array, view: PageView, *, k: Any, reserved: tuple[int, Any]
@@ -52,7 +54,10 @@ class TokenSelector(Selector):
         plane: Any = 0,
         **options: Any,
     ) -> Attended:
-        """See `Selector.attend`; `options` go to `token_sparse_attention`. Raises ValueError for several query rows."""
+        """See `Selector.attend`; `options` go to `token_sparse_attention`.
+
+        Raises ValueError for several query rows, and for options that change scores.
+        """
         q = as_array("q", q)
         require(k_pages.ndim == 4, f"k_pages must be [planes * N, Hkv, P, D], got {list(k_pages.shape)}")
         require(
@@ -60,7 +65,16 @@ class TokenSelector(Selector):
             f"{type(self).__name__} takes one query token of each request a step: q [B, Hq, D] or [B, 1, Hq, D], "
             f"got {list(q.shape)}",
         )
-        _, kv_heads, page_size, _ = k_pages.shape
+        refused = sorted({"scale", "soft_cap", "k_scale"} & set(options))
+        require(
+            not refused,
+            f"{type(self).__name__} ranks by plain scores at a scale of its own, so attention has the same: give "
+            f"`scale` to the selector; got {', '.join(refused)} for the attention",
+        )
+        scale = getattr(self, "scale", None)
+        options |= {} if scale is None else {"scale": scale}
+        pool, kv_heads, page_size, _ = k_pages.shape
+        view = inside_pool(view, pool)
         pages = Pages.of(view, kv_heads=kv_heads, page_size=page_size, plane=plane)
         capacity = pages.ids.shape[-1] * page_size
         budget = DEFAULT_BUDGET if self.budget is None else self.budget

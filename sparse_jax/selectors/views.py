@@ -11,6 +11,12 @@ from sparse_jax.paging import PageView
 from sparse_jax.validation import as_ids, require
 
 
+def inside_pool(view: PageView, pages: int) -> PageView:
+    """The view with every id that is no page of a pool of `pages` pages as -1: absent, and never counted."""
+    table = as_ids("view.page_table", view.page_table)
+    return PageView(jnp.where(table < pages, table, -1), view.lengths, jnp.int32(0))
+
+
 class Pages(NamedTuple):
     """The pages of a view as a page selector needs them, per KV head."""
 
@@ -26,7 +32,7 @@ class Pages(NamedTuple):
         """The pages of `view`, for a step of `rows` query tokens. Raises ValueError for a view of another shape."""
         ids, lengths = as_ids("view.page_table", view.page_table), as_ids("view.lengths", view.lengths)
         require(
-            ids.ndim in (2, 3) and ids.shape[-1] >= 1 and (ids.ndim == 2 or ids.shape[1] in (1, kv_heads)),
+            ids.ndim in (2, 3) and ids.shape[-1] >= 1 and (ids.ndim == 2 or ids.shape[1] == kv_heads),
             f"view.page_table must be [B, W] or [B, {kv_heads}, W] with W at least 1, got {list(ids.shape)}",
         )
         require(

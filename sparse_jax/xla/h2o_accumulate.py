@@ -14,7 +14,10 @@ def h2o_accumulate(
     windows: jax.Array,  # i32[B, Hkv, 2], first token and end; equal where nothing is accumulated
     factors: jax.Array,  # f32[2], scale and decay
 ) -> jax.Array:
-    """Inside the window H <- max_r softmax_t(scale * q_r . k_t) + decay * H; nothing changes elsewhere."""
+    """Inside the window H <- max_r softmax_t(scale * q_r . k_t) + decay * H; nothing changes elsewhere.
+
+    What is not finite counts as 0.
+    """
     pages, kv_heads, page_size = scores.shape
     scale, decay = factors
     head = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
@@ -31,6 +34,7 @@ def h2o_accumulate(
     weight = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))
     total = weight.sum(axis=(-2, -1), keepdims=True)
     p = (weight / jnp.where(total == 0, 1.0, total)).max(axis=2)  # [B, Hkv, W, P]
+    p = jnp.where(p < jnp.inf, p, 0.0)  # not NaN either
     new = p + decay * scores[at, head].astype(jnp.float32)
     page = jnp.where(inside, table[..., None], pages)  # past the end: dropped
     offset = jnp.arange(page_size, dtype=jnp.int32)

@@ -175,6 +175,16 @@ def test_contract_4_and_12_poison_and_neighbours_change_no_bit(implementation):
     assert_same_bits(np.asarray(alone)[own], np.asarray(clean)[own])
 
 
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_sick_query_says_nothing(implementation):
+    case = CASES[0]
+    scores, q, k, table, lengths = make(case)
+    new = np.asarray(run(case, implementation, (scores, q.at[0].set(jnp.nan), k, table, lengths)))
+    assert np.isfinite(new).all()
+    well = np.asarray(run(case, implementation))
+    np.testing.assert_array_equal(new[np.asarray(table[1])], well[np.asarray(table[1])])
+
+
 @pytest.mark.gpu
 def test_in_place_over_steps():
     """In a scan whose carry is donated, the sums are updated where they lie."""

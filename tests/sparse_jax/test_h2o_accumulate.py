@@ -1,4 +1,7 @@
-"""The accumulator against float64, requirement by requirement; its kernels: tests/pallas_kernels/test_h2o.py."""
+"""The accumulator against float64, requirement by requirement; its kernels: tests/pallas_kernels/test_h2o.py.
+
+Not here on purpose: T9, which undecayed state passes too (T22 stands for it), and T14, which right code can fail (T15).
+"""
 
 import functools
 
@@ -57,7 +60,7 @@ def test_T5_the_new_term_weighs_one_and_the_old_the_decay():
 def test_T5_other_decays_are_refused(decay):
     with pytest.raises(ValueError, match="decay must be above 0 and at most 1"):
         small(decay=decay)
-    with pytest.raises(ValueError, match="decay must be above 0 and at most 1"):
+    with pytest.raises(ValueError, match="decay is above 0 and at most 1"):
         selectors.get("h2o", decay=decay)
 
 
@@ -256,6 +259,32 @@ def test_T26_nan_outside_the_window_reaches_nothing():
     assert np.isfinite(absent).all()
 
 
+@pytest.mark.parametrize(("name", "value"), [("q", np.nan), ("q", np.inf), ("key", np.nan), ("key", np.inf)])
+def test_a_sick_query_or_key_says_nothing(name, value):
+    """QUANT-7: what is not finite counts as 0, so that one sick step does not ruin the sums for good."""
+    scores, q, keys, table, lengths = pooled()
+    if name == "q":
+        q = q.at[0].set(value)
+    else:
+        keys = keys.at[table[0, 1], :, 2].set(value)
+    sick = np.asarray(ACCUMULATE(scores, q, keys, table, lengths))
+    assert np.isfinite(sick).all()
+    well = np.asarray(ACCUMULATE(*pooled()))
+    np.testing.assert_array_equal(sick[np.asarray(table[1])], well[np.asarray(table[1])])
+
+
+@pytest.mark.parametrize("wild", [-3, -50, -(2**31), 2**31 - 1])
+def test_traced_numbers_out_of_range_stay_inside_the_request(wild):
+    args = pooled()
+    run = jax.jit(lambda k, first, last: sparse_jax.h2o_accumulate(*args, k=k, reserved=(first, last)))
+    near = int(np.clip(wild, 0, 40))
+    for k, first, last in ((3, 2, wild), (3, wild, 4), (wild, 2, 4)):
+        known = [max(1, near)] if k == wild else [k]
+        known += [near if x == wild else x for x in (first, last)]
+        expected = sparse_jax.h2o_accumulate(*args, k=known[0], reserved=(known[1], known[2]))
+        np.testing.assert_allclose(run(k, first, last), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 6, 9, 10, 40, 400, -3])
 def test_T28_short_rows_and_lengths_beyond_the_table(length):
     scores, q, keys, table, _ = pooled(lengths=(37,))
@@ -362,6 +391,8 @@ def test_bad_arrays_are_named(name):
         ({"reserved": (1, 2, 3)}, "reserved must be two numbers"),
         ({"group": "sum"}, "group must be one of"),
         ({"scale": float("inf")}, "scale must be finite"),
+        ({"scale": 1e300}, "scale must be finite"),
+        ({"scale": np.ones(1)}, "scale and decay must be numbers"),
         ({"implementation": "cuda"}, "implementation must be one of"),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sparse_jax import selectors
-from tests.sparse_jax.selectors.helpers import chosen, filled, make_cache, queries, quick_jit, write
+from tests.sparse_jax.selectors.helpers import chosen, filled, make_cache, queries, quick_jit, select, write
 
 FLOWS = "h2o_sparse_attention", "gqa_h2o_sparse_attention"
 FIRST, LAST, PICKS, TABLE = 2, 3, 2, 12  # b, e, k, W in pages
@@ -136,3 +136,12 @@ def some_q(seed):
 def test_weights_are_finite_numbers(value):
     with pytest.raises(ValueError, match="w_peak is a finite number"):
         selectors.get("h2o_sparse_attention", w_peak=value)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_row_of_a_draft_reads_its_own_token(name, page_size):
+    cache = make_cache([12], page_size=page_size, table_width=16 // page_size)
+    selector = selectors.get(name, budget=4, sinks=0, recent=3)
+    pages = select(selector, cache, queries(1, 5, 4))
+    assert all(set(range(5 // page_size, -(-12 // page_size))) <= set(row.tolist()) for row in pages[0])

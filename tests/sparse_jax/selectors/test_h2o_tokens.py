@@ -91,7 +91,7 @@ def test_h2o_at_any_page_size_step_by_step(page_size, group, rule):
 
 
 @pytest.mark.parametrize("name", FLOWS)
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 6, 7, 8])
 def test_T1_the_token_flows_step_by_step(name, group):
     check(
         Requests(selectors.get(name, budget=BUDGET, sinks=SINKS, recent=RECENT), page_size=1, group=group), FLOWS[name]
@@ -169,6 +169,10 @@ def test_several_query_rows_are_refused():
         ({"group": "sum"}, "H2O: group must be one of"),
         ({"state_dtype": "float16"}, "H2O: state_dtype must be one of"),
         ({"scale": float("nan")}, "H2O: scale is a finite number"),
+        ({"scale": "x"}, "H2O: scale is a finite number"),
+        ({"scale": True}, "H2O: scale is a finite number"),
+        ({"decay": 0}, "H2O: decay is above 0 and at most 1; got 0"),
+        ({"budgets": 3}, "Selector 'h2o' has no option 'budgets'; its options: form, budget"),
         ({"form": "evicting"}, "h2o: form must be one of 'select', 'evict'"),
         ({"form": "evict", "group": "max"}, "Selector 'h2o' has no option 'group'"),
     ],
@@ -187,3 +191,53 @@ def test_the_oracle_retains_the_most():
         p = np.mean([probabilities(q[b, head, g : g + 1], keys, WIDTH**-0.5) for g in range(3)], axis=0)
         chosen = np.asarray(attended.positions[b, head])
         assert chosen.tolist() == np.sort(np.argsort(-p, kind="stable")[:BUDGET]).tolist()
+
+
+def flat_cache(size, width=4, seed=0):
+    """One request in pages of one token, in the order of the pool, all its keys random."""
+    keys, values = np.random.default_rng(seed).standard_normal((2, size, 1, 1, width)).astype(np.float32)
+    view = paging.PageView(jnp.arange(size, dtype=jnp.int32)[None], jnp.array([size], jnp.int32), jnp.int32(0))
+    return jnp.asarray(keys), jnp.asarray(values), view
+
+
+def test_T29_selection_among_more_than_32767_pages():
+    size, q = 33_000, jnp.ones((1, 2, 4))
+    keys, values, view = flat_cache(size)
+    flow = selectors.get("gqa_h2o_token_sparse_attention", budget=40)
+    attended = flow.attend(jnp.zeros((size, 1, 1)), q, keys, values, view)
+    p = probabilities(np.ones((2, 4)), np.asarray(keys[4 : size - 5, 0, 0]), 0.5, "max")
+    best = np.sort(4 + np.argsort(-p, kind="stable")[:31])
+    assert attended.positions[0, 0].tolist() == [*range(4), *best, *range(size - 5, size)]
+    page_flow = selectors.get("h2o_sparse_attention", budget=40)
+    state = page_flow.write(page_flow.init(paging.PagedKV(keys[None], values[None])), keys[:, 0], jnp.arange(size))
+    read = np.asarray(page_flow.attend(state, q, keys, values, view).positions[0, 0])
+    best = np.sort(4 + np.argsort(-np.asarray(keys[4 : size - 5, 0, 0]).sum(axis=1), kind="stable")[:31])
+    assert np.sort(read[read >= 0]).tolist() == [*range(4), *best, *range(size - 5, size)]
+
+
+def test_contract_1_ids_past_the_pool_are_absent():
+    """Nothing of page 0, which is another request's, decides; no token of an absent page is counted."""
+    keys, values, view = flat_cache(16, width=8)
+    keys, values = (x.reshape(4, 1, 4, 8) for x in (keys, values))
+    view = paging.PageView(jnp.array([[1, 99, 2, 3]], jnp.int32), view.lengths, view.stale)
+    for selector in (selectors.get("h2o", budget=6, sinks=1, recent=1), selectors.get("oracle", budget=6)):
+        states = [jnp.zeros((4, 1, 4)).at[0].set(other) for other in (0.0, 5.0, jnp.nan)]
+        found = [selector.attend(state, jnp.ones((1, 2, 8)), keys, values, view) for state in states]
+        for attended in found:
+            positions = attended.positions[0, 0]
+            assert positions.tolist() == found[0].positions[0, 0].tolist()
+            assert not any(4 <= position < 8 for position in positions.tolist())
+            assert int(attended.tokens_read[0, 0]) == 6
+    assert int(selectors.get("dense").attend((), jnp.ones((1, 2, 8)), keys, values, view).tokens_read[0, 0]) == 12
+
+
+@pytest.mark.parametrize("name", ["h2o", "oracle"])
+def test_the_attention_has_the_scale_of_the_selector(name):
+    keys, values, view = flat_cache(16)
+    state, q = jnp.zeros((16, 1, 1)), jnp.ones((1, 2, 4))
+    attended = selectors.get(name, budget=16, scale=2.0).attend(state, q, keys, values, view)
+    expected = selectors.get("dense").attend((), q, keys, values, view, scale=2.0)
+    np.testing.assert_allclose(attended.output.out, expected.output.out, rtol=1e-5)
+    for option in ({"scale": 2.0}, {"soft_cap": 5.0}, {"k_scale": jnp.float32(2)}):
+        with pytest.raises(ValueError, match=f"ranks by plain scores.*got {next(iter(option))} for the attention"):
+            selectors.get(name).attend(state, q, keys, values, view, **option)

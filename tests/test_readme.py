@@ -44,7 +44,7 @@ def test_commands_and_their_options_exist():
 def test_operations_exist():
     table = TEXT[TEXT.index("## What is there") : TEXT.index("Rules that hold everywhere")]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    names = [name for cell in cells for name in re.findall(r"`([a-z_.]+)", cell)]
+    names = [name for cell in cells for name in re.findall(r"`([a-z0-9_.]+)", cell)]
     assert len(names) >= 9
     for name in names:
         value = sparse_jax

@@ -1,7 +1,5 @@
 """H2O that selects tokens: `h2o` at any page size and the two token-level flows, step by step against float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,45 +15,36 @@ FLOWS = {"h2o_token_sparse_attention": "mean", "gqa_h2o_token_sparse_attention":
 
 
 class Requests:
-    """Two requests that grow token by token: the library's cache, and plain arrays beside it."""
+    """Two requests that grow token by token: pages in any order, and plain arrays beside them."""
 
     def __init__(self, selector, *, page_size, group, requests=2, seed=0):
-        self.selector, self.page_size, self.group = selector, page_size, group
+        self.selector, self.group = selector, group
         rng = np.random.default_rng(seed)
         tokens = START + STEPS
         self.keys, self.values = rng.standard_normal((2, requests, tokens, HEADS, WIDTH)).astype(np.float32)
         self.queries = 2 * rng.standard_normal((STEPS, requests, HEADS * group, WIDTH)).astype(np.float32)
         width = -(-tokens // page_size)
-        self.paged = paging.create(
-            planes=2, pages=requests * width + 1, page_size=page_size, kv_heads=HEADS, key_width=WIDTH,
-            requests=requests, pages_per_request=width,
-        )  # fmt: skip
-        self.state = selector.init(self.paged.kv, requests)
-        self.step = jax.jit(self._step)
+        self.table = rng.permutation(requests * width + 1)[: requests * width].reshape(requests, width).astype(np.int32)
+        at = self.table[:, np.arange(tokens) // page_size], slice(None), np.arange(tokens) % page_size
+        self.pools = []
+        for x in (self.keys, self.values):
+            pool = np.zeros((requests * width + 1, HEADS, page_size, WIDTH), np.float32)
+            pool[at] = x
+            self.pools.append(jnp.asarray(pool))
+        self.state = selector.init(paging.PagedKV(*(pool[None] for pool in self.pools)), requests)
+        self.step = jax.jit(selector.attend)
 
-    def put(self, first, count):
-        k, v = (jnp.asarray(x[:, first : first + count]) for x in (self.keys, self.values))
-        return self._put(self.paged, self.state, k, v)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _put(self, paged, state, k, v):
-        counts = jnp.full(k.shape[0], k.shape[1], jnp.int32)
-        paged, state, room = self.selector.reserve(paged, state, counts, k.shape[1])
-        for plane in (0, 1):  # plane 1 holds other keys, and is never attended
-            paged, state, _ = self.selector.store(paged, state, jnp.int32(plane), room, k * (1 - 2 * plane), v)
-        return paged, state
-
-    def _step(self, paged, state, q):
-        return self.selector.attend(state, q, *paging.flat(paged.kv), paging.view(paged, jnp.int32(0)))
+    def view(self, length):
+        lengths = jnp.full(len(self.table), length, jnp.int32)
+        return paging.PageView(jnp.asarray(self.table), lengths, jnp.int32(0))
 
     def run(self):
         """Yields (length, query, what attend returned) of each step."""
-        self.paged, self.state = self.put(0, START)
         for step in range(STEPS):
-            self.paged, self.state = self.put(START + step, 1)
-            attended = self.step(self.paged, self.state, jnp.asarray(self.queries[step]))
+            length = START + step + 1
+            attended = self.step(self.state, jnp.asarray(self.queries[step]), *self.pools, self.view(length))
             self.state = attended.state
-            yield START + step + 1, self.queries[step].reshape(-1, HEADS, self.group, WIDTH), attended
+            yield length, self.queries[step].reshape(-1, HEADS, self.group, WIDTH), attended
 
 
 def check(requests, rule):
@@ -77,7 +66,7 @@ def check(requests, rule):
                 p = probabilities(q[b, head, g : g + 1], keys[chosen], WIDTH**-0.5)
                 out = np.asarray(attended.output.out[b]).reshape(HEADS, requests.group, WIDTH)[head, g]
                 np.testing.assert_allclose(out, p @ values[chosen], rtol=1e-4, atol=1e-5)
-    sums = np.asarray(selectors.h2o.of_tokens(requests.state, paging.view(requests.paged, jnp.int32(0)).page_table))
+    sums = np.asarray(selectors.h2o.of_tokens(requests.state, jnp.asarray(requests.table)))
     np.testing.assert_allclose(sums[:, :, : START + STEPS], h, rtol=1e-5, atol=1e-7)
 
 
@@ -123,11 +112,18 @@ def test_T19_a_page_that_changes_hands_carries_no_sums_over():
     requests = Requests(selector, page_size=1, group=3)
     list(requests.run())
     assert int(jnp.sum(requests.state > 0)) > 0  # before
-    paged, _ = paging.release(requests.paged, jnp.array([True, True]))
-    requests.paged = paged
-    requests.paged, requests.state = requests.put(0, START + STEPS)
-    view = paging.view(requests.paged, jnp.int32(0))
-    assert not np.asarray(selectors.h2o.of_tokens(requests.state, view.page_table)).any()
+    sizes = dict(planes=1, pages=20, page_size=1, kv_heads=HEADS, key_width=WIDTH, requests=1, pages_per_request=20)
+    paged, k = paging.create(**sizes), jnp.ones((1, 15, HEADS, WIDTH))
+    state = jnp.zeros((20, HEADS, 1)).at[:15].set(requests.state[:15] + 1)  # as another request left it
+
+    @jax.jit
+    def change_hands(paged, state):
+        paged, state, room = selector.reserve(paged, state, jnp.array([15]), 15)
+        paged, state, _ = selector.store(paged, state, jnp.int32(0), room, k, k)
+        return paging.view(paged, jnp.int32(0)), state
+
+    view, state = change_hands(paged, state)
+    assert not np.asarray(selectors.h2o.of_tokens(state, view.page_table[:, :15])).any()
 
 
 def test_T21_the_same_bits_again():
@@ -150,17 +146,17 @@ def test_copies_take_the_sums_along():
 
 
 def test_sharing_is_refused():
-    requests = Requests(selectors.get("h2o"), page_size=4, group=1)
+    sizes = dict(planes=1, pages=4, page_size=4, kv_heads=1, key_width=4, requests=2, pages_per_request=2)
+    request = jnp.int32(0), jnp.int32(1), jnp.int32(4)
     with pytest.raises(ValueError, match="H2O keeps scores or positions of one request beside each page"):
-        selectors.share(requests.selector, requests.paged, jnp.int32(0), jnp.int32(1), jnp.int32(4))
-    selectors.share(selectors.get("quest"), requests.paged, jnp.int32(0), jnp.int32(1), jnp.int32(4))
+        selectors.share(selectors.get("h2o"), paging.create(**sizes), *request)
+    selectors.share(selectors.get("quest"), paging.create(**sizes), *request)
 
 
 def test_several_query_rows_are_refused():
     requests = Requests(selectors.get("h2o"), page_size=4, group=1)
-    view = paging.view(requests.paged, jnp.int32(0))
     with pytest.raises(ValueError, match=r"one query token of each request a step.*got \[2, 3, 2, 8\]"):
-        requests.selector.attend(requests.state, jnp.ones((2, 3, 2, 8)), *paging.flat(requests.paged.kv), view)
+        requests.selector.attend(requests.state, jnp.ones((2, 3, 2, 8)), *requests.pools, requests.view(9))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_bytes_are_those_of_the_shapes():
     assert found["token-sparse"] == kept + queries + 4 * rows * 2048
     assert found["token-sparse, fp8 KV"] == kept / 2 + queries + 4 * rows * 2048
     assert found["page-sparse"] == kept + queries + 2 * 4 * rows * 32
-    assert found["select + page-sparse"] == kept + queries + 64 * 512 * 4 + 2 * 64 * 512 * 8 * 128 * 4
+    assert found["select + page-sparse"] == kept + queries + 64 * 512 * 4 + 2 * 64 * 512 * 8 * 128 * 2
     assert found["select + token-sparse"] == kept + queries + 64 * 512 * 4 + rows * 32_768 * 4
     assert found["dense"] == 2 * rows * 32_768 * 128 * 2 + queries + 64 * 512 * 4
 
@@ -82,7 +82,7 @@ def test_cases_are_chosen_by_pattern():
     ]
     with pytest.raises(ValueError, match="no case b9000; there are b64-32k"):
         suites.select_cases("attention", ["b9000"])
-    with pytest.raises(ValueError, match="unknown suite 'nonsense'; there are attention, topk, step"):
+    with pytest.raises(ValueError, match="unknown suite 'nonsense'; there are attention, topk, select, step"):
         suites.select_cases("nonsense")
 
 
@@ -156,6 +156,18 @@ def test_steps_on_a_cpu_go_through_every_layer(tiny_suites):
     assert all(row.microseconds > 0 and not row.note for row in result.rows), result.rows
     assert ["us a layer" in row.details for row in result.rows] == [False, True]
     assert result.rows[1].bytes == 2 * result.rows[0].bytes
+
+
+def test_choosing_on_a_cpu_is_measured_against_dense(tiny_suites):
+    result = run("select", effort=BRIEF, only="step: ")
+    names = [row.op.removeprefix("step: ") for row in result.rows]
+    assert names[0] == "dense"
+    assert {"quest", "gqa_h2o_sparse_attention", "h2o", "h2o, evict"} <= set(names)
+    assert all(row.microseconds > 0 and not row.note for row in result.rows), result.rows
+    dense = result.rows[0].microseconds
+    assert all(row.details["times dense"] == pytest.approx(dense / row.microseconds) for row in result.rows)
+    alone = run("select", effort=BRIEF, only="h2o accumulate, max").rows
+    assert [row.bytes for row in alone] == [2 * 64 * 2 * (16 * 4 + 8)]  # every key once, every sum read and written
 
 
 @pytest.mark.parametrize("name", ["token-sparse", "select + page-sparse, reserve"])

@@ -2,14 +2,10 @@
 
 import collections
 import os
-import shutil
 from typing import Any
 
 # Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-if shutil.which("nvidia-smi") is None:
-    # On a CPU nearly all time goes into compiling what then runs once: LLVM need not look for fast code.
-    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

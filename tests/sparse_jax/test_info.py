@@ -17,9 +17,10 @@ def test_report_covers_every_operation_of_this_machine():
         "to_slots",
         "merge_attention",
         "top_k",
+        "h2o_accumulate",
     }
     on_gpu = jax.default_backend() == "gpu"
-    for name in ("paged_attention", "page_sparse_attention", "token_sparse_attention", "top_k"):
+    for name in ("paged_attention", "page_sparse_attention", "token_sparse_attention", "top_k", "h2o_accumulate"):
         assert found["operations"][name]["implementation"] == ("triton" if on_gpu else "xla")
     for name in ("to_slots", "merge_attention"):
         assert found["operations"][name] == {

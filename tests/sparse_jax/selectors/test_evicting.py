@@ -225,7 +225,7 @@ REFUSED = [
     ({"budget": jnp.ones((4, 2), jnp.int32), "most": 4}, r"same for all planes and KV heads.*\[4, 2\]"),
     ({"budget": 0}, "whole number of tokens"),
     ({"scale": float("inf")}, "scale is a finite number"),
-    ({"decay": 0.0}, "decay must be above 0"),
+    ({"decay": 0.0}, "decay is above 0"),
 ]
 
 

@@ -31,14 +31,6 @@ class Centroid(ShareSelector):
         del requests
         return Sums.init(kv)
 
-    def write(self, state: Sums, keys: jax.Array, slots: jax.Array) -> Sums:
-        """See `Selector.write`."""
-        return state.write(keys, slots)
-
-    def copy(self, state: Sums, sources: jax.Array, targets: jax.Array) -> Sums:
-        """See `Selector.copy`."""
-        return state.copy(sources, targets)
-
     def logits(self, state: Sums, q: jax.Array, pages: Pages, scale: float) -> jax.Array:
         """The score of the mean key, for each head."""
         return state.means(q, pages, scale)

@@ -109,6 +109,14 @@ class ShareSelector(PageSelector):
         super().__post_init__()
         self.check_number("scale", "a finite number (in float32), or None", optional=True)
 
+    def write(self, state: Any, keys: jax.Array, slots: jax.Array) -> Any:
+        """See `Selector.write`: the summaries take note themselves."""
+        return state.write(keys, slots)
+
+    def copy(self, state: Any, sources: jax.Array, targets: jax.Array) -> Any:
+        """See `Selector.copy`."""
+        return state.copy(sources, targets)
+
     def logits(self, state: Any, q: jax.Array, pages: Pages, scale: float) -> jax.Array:
         """What each head and row could make of a page, in its own units: f32[B, Hkv, G, T, W], -inf where unseen."""
         raise NotImplementedError

@@ -35,14 +35,6 @@ class Quest(ShareSelector):
         del requests
         return Envelope.init(kv)
 
-    def write(self, state: Envelope, keys: jax.Array, slots: jax.Array) -> Envelope:
-        """See `Selector.write`."""
-        return state.write(keys, slots)
-
-    def copy(self, state: Envelope, sources: jax.Array, targets: jax.Array) -> Envelope:
-        """See `Selector.copy`."""
-        return state.copy(sources, targets)
-
     def logits(self, state: Envelope, q: jax.Array, pages: Pages, scale: float) -> jax.Array:
         """The bound of each head."""
         return state.bounds(q, pages, scale)

@@ -84,10 +84,13 @@ def split_range(begin: Any, end: Any, capacity: int, program: Program, launch: L
     return start, jnp.minimum(last, start + share)
 
 
-def this_program(shape: Shape, launch: Launch) -> Program:
-    """Row tiles of a head run side by side (they read the same keys), then the heads (they share pages)."""
+def this_program(shape: Shape, launch: Launch, index: jax.Array | None = None) -> Program:
+    """Row tiles of a head run side by side (they read the same keys), then the heads (they share pages).
+
+    index: the program's number among those of this call, where the kernel has others too.
+    """
     tiles = shape.tiles(launch)
-    index = pl.program_id(0)
+    index = pl.program_id(0) if index is None else index
     rest, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
     rest, head = lax.div(rest, jnp.int32(shape.kv_heads)), lax.rem(rest, jnp.int32(shape.kv_heads))
     group, split = lax.div(rest, jnp.int32(launch.splits)), lax.rem(rest, jnp.int32(launch.splits))

@@ -33,9 +33,21 @@ def merge_splits_kernel(
     columns: int,
 ):
     """One program: up to `columns` columns of one row."""
-    splits, _, width = outs_ref.shape
+    _, _, width = outs_ref.shape
     blocks = -(-width // columns)
     row, block = lax.div(pl.program_id(0), jnp.int32(blocks)), lax.rem(pl.program_id(0), jnp.int32(blocks))
+    column = block * columns + jnp.arange(columns, dtype=jnp.int32)
+    inside = column < width
+    out, lse = merge_columns(outs_ref, lses_ref, row, column, inside)
+    lowering.store(out_ref.at[row, jnp.where(inside, column, width)], out.astype(out_ref.dtype), mask=inside)
+    lse_ref[row] = lse
+
+
+def merge_columns(
+    outs_ref: Any, lses_ref: Any, row: jax.Array, column: jax.Array, inside: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(out f32[columns], lse f32[]) of one row of outs [splits, rows, Dv] and lses f32[splits, rows]."""
+    splits = outs_ref.shape[0]
     part = jnp.arange(next_power_of_two(splits), dtype=jnp.int32)
     exists = part < splits
     part = jnp.where(exists, part, 0)
@@ -44,15 +56,16 @@ def merge_splits_kernel(
     weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights)
     safe = jnp.where(total == 0, 1.0, total)
-
-    column = block * columns + jnp.arange(columns, dtype=jnp.int32)
-    inside = column < width
     # A part of weight 0 is not read: it may hold anything.
     mask = (weights > 0)[:, None] & inside[None, :]
     outs = lowering.load(outs_ref.at[part[:, None], row, jnp.where(inside, column, 0)[None, :]], mask=mask, other=0.0)
     out = jnp.sum(outs * (weights / safe)[:, None], axis=0)
-    lowering.store(out_ref.at[row, jnp.where(inside, column, width)], out.astype(out_ref.dtype), mask=inside)
-    lse_ref[row] = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
+    return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
+
+
+def columns_of(width: int, splits: int) -> int:
+    """Columns of a program that merges `splits` parts."""
+    return min(MOST_COLUMNS, next_power_of_two(width), max(16, MOST_NUMBERS // next_power_of_two(splits)))
 
 
 def merge_splits(outs: jax.Array, lses: jax.Array, *, out_dtype: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -60,7 +73,7 @@ def merge_splits(outs: jax.Array, lses: jax.Array, *, out_dtype: Any, interpret:
     splits, width = outs.shape[0], outs.shape[-1]
     operands = outs.reshape(splits, -1, width), lses.reshape(splits, -1)
     rows = operands[1].shape[1]
-    columns = min(MOST_COLUMNS, next_power_of_two(width), max(16, MOST_NUMBERS // next_power_of_two(splits)))
+    columns = columns_of(width, splits)
     shapes = [lowering.result((rows, width), out_dtype, operands), lowering.result((rows,), jnp.float32, operands)]
     out, lse = lowering.call(
         functools.partial(merge_splits_kernel, columns=columns),

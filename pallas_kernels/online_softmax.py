@@ -58,7 +58,7 @@ def attend(
     scales: dict[str, Any],  # "k", "v": None, f32[1] or f32[N, Hkv, P]
     out_ref: Any,  # [splits, groups, Hkv, rows, Dv]
     lse_ref: Any,  # f32[splits, groups, Hkv, rows]
-    scores_ref: Any,  # None or f32[groups, Hkv, rows, list length]
+    scores_ref: Any,  # None or f32[groups, Hkv, rows, list length], in base 2
     *,
     program: Program,
     locate: Callable[[jax.Array], Keys],
@@ -66,10 +66,12 @@ def attend(
     uniform_until: jax.Array | None,
     shape: Shape,
     launch: Launch,
+    kv_head: jax.Array | None = None,
 ) -> None:
     """Walks the blocks [blocks[0], blocks[1]) and writes this program's part of out and lse.
 
-    In the blocks below `uniform_until` every row sees what any row sees; None means in all of them.
+    In the blocks below `uniform_until` every row sees what any row sees; None means in all of them. kv_head: whose keys
+    they are, where q, out, lse and scores have an axis of query heads (`shape.kv_heads` of them) in its place.
     """
     group, head, _, rows = program
     is_row = rows < shape.rows
@@ -95,6 +97,7 @@ def attend(
         scales,
         scores_ref,
         program=program,
+        kv_head=program.head if kv_head is None else kv_head,
         locate=locate,
         compute=compute,
         shape=shape,
@@ -203,6 +206,7 @@ def _attend_block(
     *,
     mixed: bool,
     program: Program,
+    kv_head: jax.Array,
     locate: Callable[[jax.Array], Keys],
     compute: Any,
     shape: Shape,
@@ -214,17 +218,16 @@ def _attend_block(
     """
     m, l, acc = carry
     keys = locate(index * launch.block_tokens)
-    k = rows_of(k_ref, keys, program.head, compute, shape.interpret)
-    v = rows_of(v_ref, keys, program.head, compute, shape.interpret)
+    k = rows_of(k_ref, keys, kv_head, compute, shape.interpret)
+    v = rows_of(v_ref, keys, kv_head, compute, shape.interpret)
     s = functools.reduce(jnp.add, [lowering.dot(q_part, k_part.T) for q_part, k_part in zip(q, k, strict=True)])
     # An if for each option keeps the common loop as short as it can be.
     if scales["k"] is not None and scales["k"].ndim > 1:
-        factor = factor * _token_scale(scales["k"], keys, program.head)
-    if shape.soft_cap is None and scores_ref is None:
+        factor = factor * _token_scale(scales["k"], keys, kv_head)
+    if shape.soft_cap is None:
         s = s * (factor * LOG2E)
     else:
-        s = s * factor
-        s = s if shape.soft_cap is None else shape.soft_cap * jnp.tanh(s * (1.0 / shape.soft_cap))
+        s = (shape.soft_cap * LOG2E) * jnp.tanh(s * factor * (1.0 / shape.soft_cap))
     s = jnp.where(keys.visible, s, -jnp.inf)
     if scores_ref is not None:
         position = index * launch.block_tokens + jnp.arange(launch.block_tokens, dtype=jnp.int32)
@@ -232,8 +235,6 @@ def _attend_block(
         lowering.store(
             scores_ref.at[program.group, program.head, program.rows[:, None], position[None, :]], s, mask=mask
         )
-    if shape.soft_cap is not None or scores_ref is not None:
-        s = s * LOG2E
 
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
     # A row that has seen no key yet keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0 and makes no NaN.
@@ -243,7 +244,7 @@ def _attend_block(
     l = l * decay + jnp.sum(p, axis=1)
     after = None
     if scales["v"] is not None and scales["v"].ndim > 1:
-        p = p * _token_scale(scales["v"], keys, program.head)
+        p = p * _token_scale(scales["v"], keys, kv_head)
         p = jnp.where(keys.visible, p, 0.0) if mixed else p
         if compute == jnp.float16:
             p, after = _into_unit(p)

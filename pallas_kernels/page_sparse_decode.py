@@ -24,7 +24,7 @@ from pallas_kernels.decode_call import (
     this_program,
     to_tiles,
 )
-from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.online_softmax import LN2, Keys, attend
 from pallas_kernels.pairs import as_pairs
 from pallas_kernels.positions import of_head, row_positions, true_positions, visibility
 
@@ -43,7 +43,7 @@ def page_sparse_decode_kernel(
     # outputs
     out_ref,  # [splits, groups, Hkv, rows, Dv]
     lse_ref,  # f32[splits, groups, Hkv, rows]
-    scores_ref=None,  # f32[groups, Hkv, rows, C * P]
+    scores_ref=None,  # f32[groups, Hkv, rows, C * P], in base 2
     *,
     repeat: int,  # groups of one request
     window: int | None,
@@ -139,5 +139,5 @@ def page_sparse_decode(
         out_dtype=out_dtype,
         scores_width=listed if return_scores else None,
     )
-    scores = None if scores is None else from_tiles(scores, shape, q.shape)
+    scores = None if scores is None else from_tiles(scores * LN2, shape, q.shape)
     return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

@@ -43,6 +43,7 @@ def paged_decode_kernel(
     # outputs
     out_ref,  # [splits, B, Hkv, T * G, Dv]
     lse_ref,  # f32[splits, B, Hkv, T * G]
+    scores_ref=None,  # f32[B, Hkv, T * G, W * P], in base 2; written where some row of the tile sees the key
     *,
     window: int | None,
     shape: Shape,
@@ -50,6 +51,32 @@ def paged_decode_kernel(
 ):
     """One program: a query tile against a share of the keys of its page table."""
     program = this_program(shape, launch)
+    attend_pages(
+        q_ref, k_ref, v_ref, table_ref, lengths_ref, q_positions_ref, key_positions_ref, scales, out_ref, lse_ref,
+        scores_ref, program=program, window=window, shape=shape, launch=launch,
+    )  # fmt: skip
+
+
+def attend_pages(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    lengths_ref: Any,
+    q_positions_ref: Any,
+    key_positions_ref: Any,
+    scales: dict[str, Any],
+    out_ref: Any,
+    lse_ref: Any,
+    scores_ref: Any,
+    *,
+    program: Program,
+    window: int | None,
+    shape: Shape,
+    launch: Launch,
+    wanted: jax.Array | None = None,
+) -> None:
+    """The work of one program of `paged_decode_kernel`. wanted bool[]: False walks over no key and writes the empty row."""
     width, page_size = table_ref.shape[-1], shape.page_size
     length = lengths_ref[program.group, of_head(lengths_ref, program.head)]
     row_position = row_positions(program, length, q_positions_ref, shape)
@@ -77,9 +104,10 @@ def paged_decode_kernel(
             begin = jnp.clip(first_row + 1 - window, 0, end)
         elif shape.tokens > 1:
             uniform_until = lax.div(jnp.minimum(first_row + 1, end), jnp.int32(launch.block_tokens))
-    blocks = split_range(begin, end, width * page_size, program, launch)
+    first, last = split_range(begin, end, width * page_size, program, launch)
+    blocks = first, last if wanted is None else jnp.where(wanted, last, first)
     attend(
-        q_ref, k_ref, v_ref, scales, out_ref, lse_ref, None,
+        q_ref, k_ref, v_ref, scales, out_ref, lse_ref, scores_ref,
         program=program, locate=locate, blocks=blocks, uniform_until=uniform_until, shape=shape, launch=launch,
     )  # fmt: skip
 
@@ -123,17 +151,20 @@ def paged_decode(
     out_dtype: Any,
     config: Config | None,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, None]:
+    return_scores: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Dense paged attention.
 
     q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, Hkv
     or 1]; q_positions None or i32[B, T]; key_positions None or i32[N, Hkv, P]; k_scale, v_scale None, f32[1] or f32[N,
     Hkv, P].
-    Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B, T, Hq] and no scores.
+    Returns out [B, T, Hq, Dv] of out_dtype, lse f32[B, T, Hq] and, if `return_scores`, the scores f32[B, Hkv, T * G, W
+    * P] of the kernel: in base 2, with anything where the row does not see the key. They change no bit of the others.
     """
     shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    launch = shape.launch(config, page_table.shape[-1] * shape.page_size, k_pages.dtype, by_page=True)
-    out, lse, _ = launch_splits(
+    capacity = page_table.shape[-1] * shape.page_size
+    launch = shape.launch(config, capacity, k_pages.dtype, by_page=True)
+    out, lse, scores = launch_splits(
         functools.partial(paged_decode_kernel, window=window, shape=shape, launch=launch),
         (
             to_tiles(q, shape),
@@ -149,5 +180,6 @@ def paged_decode(
         shape=shape,
         launch=launch,
         out_dtype=out_dtype,
+        scores_width=capacity if return_scores else None,
     )
-    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), None
+    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

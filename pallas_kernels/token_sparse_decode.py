@@ -24,7 +24,7 @@ from pallas_kernels.decode_call import (
     this_program,
     to_tiles,
 )
-from pallas_kernels.online_softmax import Keys, attend
+from pallas_kernels.online_softmax import LN2, Keys, attend
 from pallas_kernels.pairs import as_pairs
 
 
@@ -38,7 +38,7 @@ def token_sparse_decode_kernel(
     # outputs
     out_ref,  # [splits, groups, Hkv, rows, Dv]
     lse_ref,  # f32[splits, groups, Hkv, rows]
-    scores_ref=None,  # f32[groups, Hkv, rows, C]
+    scores_ref=None,  # f32[groups, Hkv, rows, C], in base 2
     *,
     shape: Shape,
     launch: Launch,
@@ -106,5 +106,5 @@ def token_sparse_decode(
         out_dtype=out_dtype,
         scores_width=slots.shape[-1] if return_scores else None,
     )
-    scores = None if scores is None else from_tiles(scores, shape, q.shape)
+    scores = None if scores is None else from_tiles(scores * LN2, shape, q.shape)
     return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape), scores

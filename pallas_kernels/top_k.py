@@ -83,6 +83,7 @@ def top_k_kernel(
     scores_ref,  # [rows, size], any float, or i32: the keys that an earlier round wrote
     ids_ref,  # None (the place is the id) or i32[rows, size]
     lengths_ref,  # None or i32[rows]
+    counts_ref,  # None or i32[rows], how many are wanted of a row; k bounds them
     # outputs
     ids_out_ref,  # i32[rows, chunks * kept]
     keys_out_ref=None,  # i32[rows, chunks * kept]
@@ -97,11 +98,14 @@ def top_k_kernel(
     keys = _keys(scores_ref, lengths_ref, row, place, this)
 
     valid = _count(keys > MASKED)
-    wanted = jnp.minimum(valid, k)
-    found = _search(keys, valid, wanted, this.kept if chunks > 1 else wanted)
-    equals = jnp.where(found.n_lo <= this.kept, found.n_lo, wanted) - found.n_hi  # how many from [lo, hi) are kept
+    wanted = jnp.minimum(valid, k if counts_ref is None else jnp.clip(counts_ref[row], 0, k))
+    room = this.kept if chunks > 1 else wanted
+    found = _search(keys, valid, wanted, room)
+    equals = jnp.where(found.n_lo <= room, found.n_lo, wanted) - found.n_hi  # how many from [lo, hi) are kept
     last = _last_equal(keys, place, part * this.chunk, found, equals)
     chosen = keys >= jnp.where(place <= last, found.lo, found.hi)
+    if counts_ref is not None:
+        chosen = chosen & (room > 0)  # of a row that wants none, no bracket holds the wanted keys
 
     # The interpreter writes masked elements back, so they need a place that nobody writes: one past the end.
     end = chunks * this.kept
@@ -267,20 +271,21 @@ def top_k(
     *,
     order: str,
     interpret: bool,
+    counts: jax.Array | None = None,
     chunk: int | None = None,
     per_thread: int | None = None,
 ) -> jax.Array:
     """Ids of the k largest scores of each row.
 
-    scores [rows, S], any float; lengths None or i32[rows]; order "score" or "id". Returns i32[rows, k]: falling scores
-    with ties by rising id, or rising ids; then -1.
+    scores [rows, S], any float; lengths None or i32[rows]; order "score" or "id"; counts None or i32[rows], where a row
+    wants fewer than k. Returns i32[rows, k]: falling scores with ties by rising id, or rising ids; then -1.
     """
     count, width = scores.shape[0], min(k, scores.shape[1])
     plan = rounds(scores.shape[1], width, rows=count, chunk=chunk, per_thread=per_thread)
     found: tuple[jax.Array, ...] = ()
     for this in plan:
         # Ids and keys of the survivors; the last round writes keys only if they are asked for.
-        operands = (scores, None, lengths) if this is plan[0] else (found[1], found[0], None)
+        operands = (scores, None, lengths, counts) if this is plan[0] else (found[1], found[0], None, counts)
         shape = lowering.result((count, this.chunks * this.kept), jnp.int32, operands)
         shapes = [shape] * (1 if this is plan[-1] and order == "id" else 2)
         found = lowering.call(

@@ -13,6 +13,10 @@ from sparse_jax.ops import merge_attention as merge_attention
 from sparse_jax.ops import retained_count as retained_count
 from sparse_jax.ops import to_slots as to_slots
 from sparse_jax.ops import top_k as top_k
+from sparse_jax.reference import Reference as Reference
+from sparse_jax.reference import reference_capture as reference_capture
+from sparse_jax.reference import reference_consume as reference_consume
+from sparse_jax.reference import retained_counts as retained_counts
 from sparse_jax.tuning import Tuning as Tuning
 from sparse_jax.tuning import TuningWarning as TuningWarning
 from sparse_jax.tuning import load_tuning as load_tuning

@@ -37,7 +37,7 @@ def _check_token_sparse(k_pages: jax.Array, slots: jax.Array) -> None:
     debug_ids("slots", slots, min(k_pages.shape[0] * k_pages.shape[2], INT32_MAX))
 
 
-_PAGED = Operation(
+PAGED = Operation(
     name="paged_attention",
     meaning=xla.paged_attention,
     kernel=pallas_kernels.paged_decode,
@@ -114,7 +114,7 @@ def paged_attention(
     page_table, lengths = call.table(page_table, lengths)
     positions = call.positions(q_positions, key_positions)
     options = call.options(scale, soft_cap, out_dtype, implementation, config, window=window)
-    return call.run(_PAGED, (page_table, lengths, *positions), options)
+    return call.run(PAGED, (page_table, lengths, *positions), options)
 
 
 def page_sparse_attention(

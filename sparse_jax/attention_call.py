@@ -207,7 +207,7 @@ def _cache_scale(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | N
     return array if array is None or array.ndim else array.reshape(1)
 
 
-def _refusal(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
+def refusal_of(k_pages: jax.Array, v_pages: jax.Array) -> str | None:
     """Why the kernels cannot read these pools, if so."""
     for name, pool in (("k_pages", k_pages), ("v_pages", v_pages)):
         if offsets_wrap(pool):
@@ -233,7 +233,7 @@ def _compute(
     }
     asked = {"return_scores": options.return_weights} if operation.weighted else {}
     plain = all(extra is None for extra in extras) and jnp.dtype(options.out_dtype).itemsize > 1
-    config = _config(operation, options, operands)
+    config = config_of(operation, options, operands)
 
     # Everything that is differentiated is an argument, none is captured.
     def meaning(args: Any, extras: Any) -> AttentionOutput:
@@ -249,11 +249,11 @@ def _compute(
         return _finish(out, lse, scores, extras, options)
 
     return dispatch.run(
-        options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=_refusal(k_pages, v_pages)
+        options.implementation, (operands, extras), xla=meaning, kernel=kernel, refusal=refusal_of(k_pages, v_pages)
     )
 
 
-def _config(operation: Operation, options: Options, operands: tuple[Any, ...]) -> Config | None:
+def config_of(operation: Operation, options: Options, operands: tuple[Any, ...]) -> Config | None:
     """The kernel's Config: the caller's, or what the caller's Tuning has for these shapes.
 
     Asked while `_compute` is traced, so a shape that the Tuning lacks is reported once.

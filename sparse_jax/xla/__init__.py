@@ -8,6 +8,8 @@ from sparse_jax.xla.merge_attention import merge_attention as merge_attention
 from sparse_jax.xla.page_bounds import page_bounds as page_bounds
 from sparse_jax.xla.paged_attention import page_sparse_attention as page_sparse_attention
 from sparse_jax.xla.paged_attention import paged_attention as paged_attention
+from sparse_jax.xla.reference import reference_capture as reference_capture
+from sparse_jax.xla.reference import reference_consume as reference_consume
 from sparse_jax.xla.to_slots import compact as compact
 from sparse_jax.xla.to_slots import to_slots as to_slots
 from sparse_jax.xla.token_sparse_attention import token_sparse_attention as token_sparse_attention

@@ -114,7 +114,7 @@ def prefill(
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
-    output, cache = model.loops(tokens, positions, attend, cache, keep=last)
+    output, cache = model.loops(model.embed(tokens), positions, attend, cache, keep=last)
     return _decode_output(model, output, cache, exit_threshold, exit_step)
 
 
@@ -152,7 +152,7 @@ def decode_step(
         return attended.output.out, cache
 
     cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
-    output, cache = model.loops(tokens[:, None], positions[:, None], attend_plane, cache)
+    output, cache = model.loops(model.embed(tokens[:, None]), positions[:, None], attend_plane, cache)
     return _decode_output(model, output, cache, exit_threshold, exit_step)
 
 

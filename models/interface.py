@@ -90,13 +90,25 @@ class LoopedModel(Protocol):
     def dtype(self) -> Any:
         """Of the activations, and so of the cache by default."""
 
-    def loops(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Cache, keep: Keep = keep_all
-    ) -> tuple[LoopOutput, Cache]:
-        """Run the layers over tokens, positions i32[B, S] with the given attention.
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """What the first loop takes: tokens i32[B, S] -> h [B, S, H] in `dtype`."""
 
+    def loops(
+        self,
+        h: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        keep: Keep = keep_all,
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> tuple[LoopOutput, Cache]:
+        """Run the loops first .. last - 1 (default: all) over h [B, S, H] at positions i32[B, S].
+
+        h is what `embed` gave, or what the loop before `first` left: the `hidden` of its output, of every token.
         `attend` is called once per plane, in the order of the planes, with a plane that may be traced, and threads
-        `cache` on.
+        `cache` on. The output holds these loops only.
         """
 
     def causal(self, plane: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:

@@ -49,3 +49,9 @@ def check_sizes(config, *names: str) -> None:
         raise ValueError(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
     if config.head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")
+
+
+def check_loops(first: int, last: int, loops: int) -> None:
+    """Raise ValueError unless first .. last - 1 are loops of a model that has `loops` of them, one at least."""
+    if not 0 <= first < last <= loops:
+        raise ValueError(f"the model has the loops 0 .. {loops - 1}; got first {first} and last {last}")

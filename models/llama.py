@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
-from models.layers import RMSNorm, check_sizes, rms_norm, rotary
+from models.layers import RMSNorm, check_loops, check_sizes, rms_norm, rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,14 +137,24 @@ class Llama(nnx.Module):
         return self.embed_tokens[...][tokens].astype(self.dtype)
 
     def loops(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, cache: Cache, keep: Keep = keep_all
+        self,
+        h: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        keep: Keep = keep_all,
+        *,
+        first: int = 0,
+        last: int | None = None,
     ) -> tuple[LoopOutput, Cache]:
-        """Run the layers with the given attention; every forward, prefill and decode step comes through here.
+        """Run the layers, the only loop, with the given attention; every forward and every step comes through here.
 
-        tokens, positions i32[B, S]. `attend` is called in one `lax.scan`, once per plane, in the order of the planes,
-        with the plane as a traced i32[], and threads `cache` on. `keep` picks the tokens whose result is wanted from
-        h [B, S, H]. Returns (LoopOutput of the kept tokens, one loop, zero gates; new cache).
+        h [B, S, H]: what `embed` gave; positions i32[B, S]. `attend` is called in one `lax.scan`, once per plane, in
+        the order of the planes, with the plane as a traced i32[], and threads `cache` on. `keep` picks the tokens whose
+        result is wanted from h. Returns (LoopOutput of the kept tokens, one loop, zero gates; new cache). Raises
+        ValueError for other loops than the only one.
         """
+        check_loops(first, 1 if last is None else last, 1)
 
         def layer(carry, plane_and_weights):
             h, cache = carry
@@ -157,7 +167,7 @@ class Llama(nnx.Module):
             return (h, cache), None
 
         planes = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        (h, cache), _ = jax.lax.scan(layer, (self.embed(tokens), cache), (planes, self.layers.stacked()))
+        (h, cache), _ = jax.lax.scan(layer, (h, cache), (planes, self.layers.stacked()))
         hidden = keep(self.norm(h))[None]
         return LoopOutput(hidden, jnp.zeros(hidden.shape[:-1], jnp.float32)), cache
 
@@ -190,7 +200,7 @@ class Llama(nnx.Module):
         Right padding changes nothing before it. Returns hidden [1, B, S, H] and gate_logits f32[1, B, S] of zeros.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        return self.loops(tokens, positions, self.causal, ())[0]
+        return self.loops(self.embed(tokens), positions, self.causal, ())[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map hidden [..., H] to f32[..., V], accumulated and kept in float32."""

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
-from models.layers import RMSNorm, check_sizes, rotary
+from models.layers import RMSNorm, check_loops, check_sizes, rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,19 +237,24 @@ class Ouro(nnx.Module):
 
     def loops(
         self,
-        tokens: jax.Array,
+        h: jax.Array,
         positions: jax.Array,
         attend: Attend,
         cache: Cache,
         keep: Keep = keep_all,
+        *,
+        first: int = 0,
+        last: int | None = None,
     ) -> tuple[LoopOutput, Cache]:
-        """Run all loops with the given attention; every forward, prefill and decode step comes through here.
+        """Run the loops first .. last - 1 with the given attention; every forward and every step comes through here.
 
-        tokens, positions i32[B, S]. `attend` is called once per plane, in the order of the planes, with the plane as a
-        traced i32[] (the loops are one `lax.scan`), and threads `cache` on. `keep` picks the tokens whose result is
-        wanted from h [B, S, H], all by default. Returns (LoopOutput of the kept tokens, new cache).
+        h [B, S, H]: what `embed` gave, or the loop before `first` left; positions i32[B, S]. `attend` is called once
+        per plane, in the order of the planes, with the plane as a traced i32[] (the loops are one `lax.scan`), and
+        threads `cache` on. `keep` picks the tokens whose result is wanted from h, all by default. Returns (LoopOutput
+        of these loops and the kept tokens, new cache). Raises ValueError for loops that the model does not have.
         """
-        layers = self.config.num_layers
+        layers, last = self.config.num_layers, self.config.loops if last is None else last
+        check_loops(first, last, self.config.loops)
 
         def loop(carry, u):
             h, cache = carry
@@ -258,8 +263,8 @@ class Ouro(nnx.Module):
             h = self.norm(h)
             return (h, cache), (keep(h), self.early_exit_gate(keep(h)))
 
-        loops = jnp.arange(self.config.loops, dtype=jnp.int32)
-        (_, cache), (hidden, gate_logits) = jax.lax.scan(loop, (self.embed(tokens), cache), loops)
+        loops = jnp.arange(first, last, dtype=jnp.int32)
+        (_, cache), (hidden, gate_logits) = jax.lax.scan(loop, (h, cache), loops)
         return LoopOutput(hidden, gate_logits), cache
 
     def causal(self, plane, q, k, v, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -272,7 +277,7 @@ class Ouro(nnx.Module):
         Right padding changes nothing before it. Returns hidden [U, B, S, H] and gate_logits f32[U, B, S].
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        return self.loops(tokens, positions, self.causal, ())[0]
+        return self.loops(self.embed(tokens), positions, self.causal, ())[0]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map hidden [..., H] of any loop to f32[..., V].

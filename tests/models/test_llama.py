@@ -94,7 +94,7 @@ def test_layers_are_called_in_the_order_of_the_planes(model, tokens):
         return model.causal(plane, q, k, v, ())[0], (count + 1, order.at[count].set(plane))
 
     positions = jnp.broadcast_to(jnp.arange(16), tokens.shape)
-    _, (count, order) = model.loops(tokens, positions, attend, (jnp.int32(0), jnp.full(4, -1)))
+    _, (count, order) = model.loops(model.embed(tokens), positions, attend, (jnp.int32(0), jnp.full(4, -1)))
     assert int(count) == 3
     np.testing.assert_array_equal(order, [0, 1, 2, -1])
 

@@ -113,7 +113,7 @@ def test_attention_reads_the_plane_of_its_loop_and_layer(model):
 
     tokens = jnp.zeros((1, 3), jnp.int32)
     positions = jnp.arange(3)[None]
-    _, planes = model.loops(tokens, positions, attend, jnp.zeros(10, jnp.int32))
+    _, planes = model.loops(model.embed(tokens), positions, attend, jnp.zeros(10, jnp.int32))
     np.testing.assert_array_equal(planes, [1] * 8 + [0, 0])
 
 

@@ -10,7 +10,6 @@ Each step writes the new token's keys and values into every plane and attends th
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,18 +18,13 @@ from flax import nnx
 
 from models.exit_gate import select_exit
 from models.interface import LoopedModel, LoopOutput
+from models.loops import AttendPlane, Cache, Step
+from models.loops import attend_by_selector as attend_by_selector
+from models.reference import ReferenceCorrection, empty_references
 from models.sampling import GREEDY, Sampling, sample
-from sparse_jax import paging
+from sparse_jax import Reference, paging
 from sparse_jax.paging import PagedState
-from sparse_jax.selectors import Attended, Selector
-
-AttendPlane = Callable[..., Attended]
-"""(selector, selector_state, plane i32[], q [B, 1, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
-
-
-def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
-    """The default `AttendPlane`: the selector chooses and attends."""
-    return selector.attend(state, q, k_pages, v_pages, view, plane=plane, **options)
+from sparse_jax.selectors import Selector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +32,8 @@ class DecodeOptions:
     """What is fixed for a whole generation; hashable, a static argument of the jitted functions.
 
     implementation: of the attention operations. exit_threshold and exit_step: None takes those of the model. attend:
-    where a method that treats loops or layers differently comes in; it gets the plane `u * L + l`.
+    where a method that treats layers differently comes in; it gets the plane `u * L + l`. reference: correct the later
+    loops from a reference; then selector and attend serve the loops before its first capture.
     """
 
     selector: Selector
@@ -48,6 +43,7 @@ class DecodeOptions:
     exit_threshold: float | None = None
     exit_step: int | None = None
     attend: AttendPlane = attend_by_selector
+    reference: ReferenceCorrection | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +70,7 @@ class DecodeOutput(NamedTuple):
     selector_state: Any
     tokens_read: jax.Array  # i32[planes, B] cached tokens that were read, summed over the KV heads
     stale: jax.Array  # i32[] writes and table entries that were ignored because they were stale
+    references: Reference | None  # of the last capture, layer * B + request; None without reference correction
 
 
 class StepOutput(NamedTuple):
@@ -113,7 +110,7 @@ def prefill(
         return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
+    cache = Cache.of(paged, selector_state)
     output, cache = model.loops(model.embed(tokens), positions, attend, cache, keep=last)
     return _decode_output(model, output, cache, exit_threshold, exit_step)
 
@@ -130,6 +127,7 @@ def decode_step(
     exit_threshold: float | None = None,
     exit_step: int | None = None,
     attend: AttendPlane = attend_by_selector,
+    reference: ReferenceCorrection | None = None,
 ) -> DecodeOutput:
     """One token of each request: tokens i32[B] at positions i32[B] (`next_positions`); -1 = takes no part.
 
@@ -140,46 +138,30 @@ def decode_step(
     takes_part = positions >= 0
     paged, selector_state, room = selector.reserve(paged, selector_state, takes_part.astype(jnp.int32), 1)
 
-    def attend_plane(plane, q, k, v, cache):
-        cache = cache.after(selector.store(cache.paged, cache.selector, plane, room, k, v))
-        view = paging.view(cache.paged, plane)
-        view = dataclasses.replace(view, lengths=jnp.where(takes_part, view.lengths, 0))
-        k_pages, v_pages = paging.flat(cache.paged.kv)
-        options = {"implementation": implementation}
-        attended = attend(selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
-        reads = cache.reads.at[plane].set(attended.tokens_read.sum(axis=-1, dtype=jnp.int32))
-        cache = cache._replace(selector=attended.state, reads=reads, stale=cache.stale + view.stale)
-        return attended.output.out, cache
-
-    cache = _Cache(paged, selector_state, _no_reads(paged), jnp.int32(0))
-    output, cache = model.loops(model.embed(tokens[:, None]), positions[:, None], attend_plane, cache)
+    references = None
+    if reference is not None:
+        capacity = paged.table.pages.shape[1] * paged.kv.page_size
+        references = empty_references(reference, model.config, tokens.shape[0], capacity)
+    step = Step(
+        model=model,
+        selector=selector,
+        room=room,
+        takes_part=takes_part,
+        implementation=implementation,
+        attend=attend,
+        reference=reference,
+    )
+    cache = Cache.of(paged, selector_state, references)
+    output, cache = step.run(model.embed(tokens[:, None]), positions[:, None], cache)
     return _decode_output(model, output, cache, exit_threshold, exit_step)
 
 
-class _Cache(NamedTuple):
-    """What the planes of one call thread on."""
-
-    paged: PagedState
-    selector: Any
-    reads: jax.Array  # i32[planes, B]
-    stale: jax.Array  # i32[]
-
-    def after(self, stored: tuple[PagedState, Any, jax.Array]) -> "_Cache":
-        """With what `Selector.store` returned."""
-        paged, selector, stale = stored
-        return self._replace(paged=paged, selector=selector, stale=self.stale + stale)
-
-
-def _no_reads(paged: PagedState) -> jax.Array:
-    return jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
-
-
-def _decode_output(model: LoopedModel, output: LoopOutput, cache: _Cache, threshold, step) -> DecodeOutput:
+def _decode_output(model: LoopedModel, output: LoopOutput, cache: Cache, threshold, step) -> DecodeOutput:
     if threshold is None and step is None:
         threshold, step = model.config.exit_threshold, model.config.exit_step
     threshold = model.config.exit_threshold if threshold is None else threshold
     hidden, loop = select_exit(output.hidden[:, :, 0], output.gate_logits[:, :, 0], threshold=threshold, step=step)
-    return DecodeOutput(model.logits(hidden), loop, cache.paged, cache.selector, cache.reads, cache.stale)
+    return DecodeOutput(model.logits(hidden), loop, *cache)
 
 
 def _choose(logits, state: DecodeState, ready: jax.Array, options: DecodeOptions) -> tuple[DecodeState, jax.Array]:
@@ -248,6 +230,7 @@ def decode_chunk(
             exit_threshold=options.exit_threshold,
             exit_step=options.exit_step,
             attend=options.attend,
+            reference=options.reference,
         )
         ready = takes_part & (out.paged.table.status == paging.OK)
         state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state)

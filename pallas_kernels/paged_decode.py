@@ -76,7 +76,10 @@ def attend_pages(
     launch: Launch,
     wanted: jax.Array | None = None,
 ) -> None:
-    """The work of one program of `paged_decode_kernel`. wanted bool[]: False walks over no key and writes the empty row."""
+    """The work of one program of `paged_decode_kernel`.
+
+    wanted bool[]: False walks over no key and writes the empty row.
+    """
     width, page_size = table_ref.shape[-1], shape.page_size
     length = lengths_ref[program.group, of_head(lengths_ref, program.head)]
     row_position = row_positions(program, length, q_positions_ref, shape)

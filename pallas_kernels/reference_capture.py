@@ -26,7 +26,7 @@ from pallas_kernels.online_softmax import LOG2E, Keys, columns, rows_of
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.pairs import as_pairs
 from pallas_kernels.positions import of_head
-from pallas_kernels.top_k import LARGEST_K, top_k
+from pallas_kernels.top_k import LARGEST_K, MASKED, to_keys, top_k
 
 
 def reference_capture_kernel(
@@ -138,9 +138,9 @@ def _chosen(scores: jax.Array, seen: jax.Array, counts: jax.Array, capacity: int
     else:
         # Such counts are for tests of full retention, and for contexts above 8,192 keys at high retention: a sort.
         place = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
-        rows = jnp.where((place < seen[:, None]) & (rows > -jnp.inf), rows, -jnp.inf)
-        falling, ids = lax.sort((-rows, place), dimension=1, num_keys=1, is_stable=True)
-        ids = jnp.where((place < counts[:, None]) & (falling < jnp.inf), ids, INT32_MAX)
+        keys = jnp.where(place < seen[:, None], to_keys(rows), MASKED)
+        falling, ids = lax.sort((~keys, place), dimension=1, num_keys=1, is_stable=True)
+        ids = jnp.where((place < counts[:, None]) & (falling < ~MASKED), ids, INT32_MAX)
         ids = jnp.pad(ids[:, :capacity], ((0, 0), (0, max(0, capacity - ids.shape[1]))), constant_values=INT32_MAX)
         ids = jnp.sort(ids, axis=1)
         ids = jnp.where(ids == INT32_MAX, -1, ids)

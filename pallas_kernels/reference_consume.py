@@ -2,8 +2,8 @@
 
     out = output + mass * a - contribution,   a = attention over the reference's keys alone, at this loop
 
-A row that kept every key it sees is not corrected: it is dense attention, with the bits of `paged_decode`. Both kinds of
-row share the two launches here, because a second launch would cost as much as a short correction: the first programs
+A row that kept every key it sees is not corrected: it is dense attention, with the bits of `paged_decode`. Both kinds
+of row share the two launches here, because a second launch would cost as much as a short correction: the first programs
 walk the page tables of the rows that are dense (most often none, and then they end at once), the others the references.
 
 Source: reference correction for looped models, the public FlashLoop code and its review.
@@ -206,9 +206,7 @@ def reference_consume(
     return merged.reshape(batch, t_rows, heads, value_width)
 
 
-def sparse_call(
-    shape: Shape, launch: Launch, rows: int, heads: int, capacity: int, dtype: Any
-) -> tuple[Shape, Launch]:
+def sparse_call(shape: Shape, launch: Launch, rows: int, heads: int, capacity: int, dtype: Any) -> tuple[Shape, Launch]:
     """Shape and launch of the corrected rows, beside dense programs of `shape` and `launch` in the same kernel."""
     alone = dataclasses.replace(shape, groups=rows, kv_heads=heads, rows=1, group_size=1)
     config = Config(block_tokens=launch.block_tokens, num_warps=launch.num_warps, exact=launch.exact)

@@ -54,7 +54,8 @@ def retained_counts(most: int, retention: float) -> np.ndarray:
 
 def keys_seen(lengths: jax.Array, rows: int, capacity: int) -> jax.Array:
     """Keys that each of the last `rows` tokens of a request sees, itself included: i32[B, rows] of lengths i32[B]."""
-    seen = lengths[:, None] - rows + 1 + jnp.arange(rows, dtype=jnp.int32)
+    # The most negative length would wrap.
+    seen = jnp.maximum(lengths, 0)[:, None] - rows + 1 + jnp.arange(rows, dtype=jnp.int32)
     return jnp.clip(seen, 0, capacity)
 
 
@@ -125,9 +126,16 @@ def reference_consume(
     call = Call.of(q, k_pages, v_pages, None, None, None, None)
     rows = jnp.arange(call.q.shape[0] * call.q.shape[1], dtype=jnp.int32).reshape(call.q.shape[:2])
     leading = call.q.shape[:1] if call.single else call.q.shape[:2]
-    _check_reference(reference, leading, call)
+    reference = check_reference(reference, leading, call.q.shape[2], call.v_pages.shape[-1])
     out = consume_rows(
-        call, page_table, lengths, reference.flat(len(leading)), rows, scale, implementation=implementation, config=config
+        call,
+        page_table,
+        lengths,
+        reference.flat(len(leading)),
+        rows,
+        scale,
+        implementation=implementation,
+        config=config,
     )
     return out[:, 0] if call.single else out
 
@@ -153,9 +161,7 @@ def consume_rows(
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "options"))
-def _capture(
-    operands: tuple[jax.Array, ...], capacity: int, options: Options
-) -> tuple[AttentionOutput, Reference]:
+def _capture(operands: tuple[jax.Array, ...], capacity: int, options: Options) -> tuple[AttentionOutput, Reference]:
     q, k_pages, v_pages, page_table, lengths, counts = operands
     _check_values(k_pages, page_table, lengths)
     checkify.debug_check(
@@ -166,15 +172,16 @@ def _capture(
     )
     seen = keys_seen(lengths[:, 0], q.shape[1], page_table.shape[-1] * k_pages.shape[2])
     counts = jnp.where(counts > capacity, 0, jnp.clip(counts, 0, seen))
-    common = {"capacity": capacity, "scale": options.scale}
 
     def meaning(*args: Any) -> Any:
-        out, *rest = xla.reference_capture(*args, **common)
+        out, *rest = xla.reference_capture(*args, capacity=capacity, scale=options.scale)
         return out.astype(q.dtype), *rest
 
     def kernel(*args: Any, interpret: bool) -> Any:
         config = config_of(PAGED, options, (*args[:5], None, None, None, None))
-        return pallas_kernels.reference_capture(*args, **common, config=config, interpret=interpret)
+        return pallas_kernels.reference_capture(
+            *args, capacity=capacity, scale=options.scale, config=config, interpret=interpret
+        )
 
     out, lse, *chosen = dispatch.run(
         options.implementation,
@@ -189,9 +196,7 @@ def _capture(
 
 
 @functools.partial(jax.jit, static_argnames=("options",))
-def _consume(
-    operands: tuple[jax.Array, ...], rows: jax.Array, references: Reference, options: Options
-) -> jax.Array:
+def _consume(operands: tuple[jax.Array, ...], rows: jax.Array, references: Reference, options: Options) -> jax.Array:
     q, k_pages, v_pages, page_table, lengths = operands
     _check_values(k_pages, page_table, lengths)
     seen = keys_seen(lengths[:, 0], q.shape[1], page_table.shape[-1] * k_pages.shape[2])
@@ -223,8 +228,8 @@ def _table(call: Call, page_table: Any, lengths: Any) -> tuple[jax.Array, jax.Ar
     page_table, lengths = call.table(page_table, lengths)
     if lengths.shape[1] > 1:
         raise NotImplementedError(
-            f"lengths must be one a request, [{lengths.shape[0]}], got {list(lengths.shape)}: a reference has one count "
-            "for all heads"
+            f"lengths must be one a request, [{lengths.shape[0]}], got {list(lengths.shape)}: a reference has one "
+            "count for all heads"
         )
     return page_table, lengths
 
@@ -236,12 +241,22 @@ def _per_row(name: str, call: Call, value: Any) -> jax.Array:
     return value.reshape(call.q.shape[:2])
 
 
-def _check_reference(reference: Reference, leading: tuple[int, ...], call: Call) -> None:
+def check_reference(reference: Reference, leading: tuple[int, ...], heads: int, width: int) -> Reference:
+    """The same as device arrays.
+
+    Raises ValueError unless dtypes are right, and shapes those of these rows, heads and width of values.
+    """
     require(isinstance(reference, Reference), f"reference must be a Reference, got {type(reference).__name__}")
-    heads, width = call.q.shape[2], call.v_pages.shape[-1]
     ends = {"indices": (heads, None), "count": (), "mass": (heads,), "output": (heads, width)}
+    arrays = {}
     for name, end in (ends | {"contribution": (heads, width)}).items():
         array, is_int = as_array(f"reference.{name}", getattr(reference, name)), name in ("indices", "count")
         wanted = jnp.int32 if is_int else jnp.float32
         require(array.dtype == wanted, f"reference.{name} must be {jnp.dtype(wanted)}, got {array.dtype}")
         check_shape(f"reference.{name}", array, (*leading, *end))
+        arrays[name] = array
+    require(
+        arrays["indices"].shape[-1] >= 1,
+        f"reference.indices must have at least one column, got {list(arrays['indices'].shape)}",
+    )
+    return Reference(**arrays)

@@ -1,0 +1,109 @@
+"""Loops of a model over a paged cache: the attention that decode steps, drafts and verification share.
+
+For each plane: the new tokens' keys and values are stored, then their rows attend, by what the loop does
+(`models.reference`): through the selector, or capturing a reference, or corrected from one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from models.interface import Attend, LoopedModel, LoopOutput
+from models.reference import CAPTURE, CONSUME, SELECT, ReferenceCorrection, capture, consume
+from sparse_jax import Reference, paging
+from sparse_jax.paging import PagedState
+from sparse_jax.selectors import Attended, Selector
+
+AttendPlane = Callable[..., Attended]
+"""(selector, selector_state, plane i32[], q [B, T, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
+
+
+def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
+    """The default `AttendPlane`: the selector chooses and attends."""
+    return selector.attend(state, q, k_pages, v_pages, view, plane=plane, **options)
+
+
+class Cache(NamedTuple):
+    """What the planes of one step thread on."""
+
+    paged: PagedState
+    selector: Any
+    reads: jax.Array  # i32[planes, B] tokens read, summed over the KV heads
+    stale: jax.Array  # i32[]
+    references: Reference | None = None  # layer * rows + row; None without reference correction
+
+    @staticmethod
+    def of(paged: PagedState, selector: Any, references: Reference | None = None) -> Cache:
+        """Before the first plane."""
+        reads = jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
+        return Cache(paged, selector, reads, jnp.int32(0), references)
+
+    def after(self, stored: tuple[PagedState, Any, jax.Array]) -> Cache:
+        """With what `Selector.store` returned."""
+        paged, selector, stale = stored
+        return self._replace(paged=paged, selector=selector, stale=self.stale + stale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What the planes of one step share; made while a step is traced."""
+
+    model: LoopedModel
+    selector: Selector
+    room: Any  # what the selector reserved for the new tokens
+    takes_part: jax.Array  # bool[B]
+    lengths: jax.Array | None = None  # i32[B] by which the rows see; None: those of the page tables
+    implementation: str | None = None
+    attend: AttendPlane = attend_by_selector
+    reference: ReferenceCorrection | None = None
+
+    def run(
+        self, h: jax.Array, positions: jax.Array, cache: Cache, first: int = 0, last: int | None = None
+    ) -> tuple[LoopOutput, Cache]:
+        """The loops first .. last - 1 over h [B, T, H] at positions i32[B, T], -1 for rows that do not exist."""
+        last = self.model.config.loops if last is None else last
+        found = []
+        for start, end, mode in self._segments(first, last):
+            output, cache = self.model.loops(h, positions, self._attend(mode), cache, first=start, last=end)
+            h = output.hidden[-1]
+            found.append(output)
+        return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), cache
+
+    def _segments(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        if self.reference is None:
+            return [(first, last, SELECT)]
+        cut = [(max(a, first), min(b, last), mode) for a, b, mode in self.reference.segments(self.model.config.loops)]
+        return [segment for segment in cut if segment[0] < segment[1]]
+
+    def _attend(self, mode: int) -> Attend:
+        def attend(plane, q, k, v, cache: Cache):
+            cache = cache.after(self.selector.store(cache.paged, cache.selector, plane, self.room, k, v))
+            view = paging.view(cache.paged, plane)
+            lengths = view.lengths if self.lengths is None else self.lengths
+            view = dataclasses.replace(view, lengths=jnp.where(self.takes_part, lengths, 0))
+            arguments = q, *paging.flat(cache.paged.kv), view
+            layer = plane % self.model.config.num_layers
+            if mode == SELECT:
+                attended = self.attend(
+                    self.selector, cache.selector, plane, *arguments, implementation=self.implementation
+                )
+                out, read = attended.output.out, attended.tokens_read
+                cache = cache._replace(selector=attended.state)
+            elif mode == CAPTURE:
+                assert self.reference is not None
+                assert cache.references is not None
+                out, new, read = capture(self.reference, cache.references, layer, *arguments, self.implementation)
+                cache = cache._replace(references=new)
+            else:
+                assert mode == CONSUME
+                assert cache.references is not None
+                out, read = consume(cache.references, layer, *arguments, self.implementation)
+            reads = cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32))
+            return out, cache._replace(reads=reads, stale=cache.stale + view.stale)
+
+        return attend

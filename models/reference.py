@@ -1,0 +1,132 @@
+"""Reference correction in a decode step of a looped model: which loop does what, and what passes between them.
+
+    loops before the first capture    attention of the step's selector
+    a capture loop                    dense attention, which publishes a reference for each layer
+    the loops after it                corrected from the reference: only its keys of the own plane are read
+
+All loops of a token run in one traced step, so the references are a temporary of that step, without slots or leases.
+`sparse_jax.reference_store` is for tokens at different loop depths in one step, and for rounds that overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+from models.interface import ModelConfig
+from sparse_jax import Reference, reference_capture, retained_count, retained_counts
+from sparse_jax.attention_call import Call
+from sparse_jax.paging import PageView
+from sparse_jax.reference import consume_rows, keys_seen
+
+SELECT, CAPTURE, CONSUME = 0, 1, 2  # what a loop does
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceCorrection:
+    """Options of reference correction; hashable, so static under `jax.jit`.
+
+    retention: share of the keys that a reference keeps, in (0, 1]: `retained_count` of what a row sees. capture_loops:
+    0-based and rising; the loops that attend densely and publish a reference for those up to the next of them. The
+    published method has one, loop 1; more of them re-capture. Raises ValueError for other values.
+    """
+
+    retention: float = 0.1
+    capture_loops: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retention <= 1:
+            raise ValueError(f"retention must be above 0 and at most 1, got {self.retention}")
+        loops = tuple(self.capture_loops)
+        whole = all(isinstance(loop, int) and loop >= 0 for loop in loops)
+        if not loops or not whole or any(loop >= later for loop, later in itertools.pairwise(loops)):
+            raise ValueError(f"capture_loops must be rising loops from 0 up, at least one, got {self.capture_loops!r}")
+        object.__setattr__(self, "capture_loops", loops)
+
+    def check(self, loops: int) -> None:
+        """Raises ValueError unless a model with `loops` loops has one to correct."""
+        if self.capture_loops[-1] >= loops or self.capture_loops[0] >= loops - 1:
+            raise ValueError(
+                f"a model with {loops} loops has none to correct after the capture_loops {self.capture_loops}: a "
+                "capture serves the loops behind it"
+            )
+
+    def modes(self, loops: int) -> tuple[int, ...]:
+        """What each loop does."""
+        first = self.capture_loops[0]
+        return tuple(CAPTURE if u in self.capture_loops else SELECT if u < first else CONSUME for u in range(loops))
+
+    def segments(self, loops: int) -> list[tuple[int, int, int]]:
+        """(first loop, last plus one, mode): neighbours that do the same."""
+        found: list[tuple[int, int, int]] = []
+        for loop, mode in enumerate(self.modes(loops)):
+            if found and found[-1][2] == mode:
+                found[-1] = (found[-1][0], loop + 1, mode)
+            else:
+                found.append((loop, loop + 1, mode))
+        return found
+
+
+def empty_references(correction: ReferenceCorrection, config: ModelConfig, rows: int, tokens: int) -> Reference:
+    """References of `rows` rows in every layer that see up to `tokens` tokens, flat: reference layer * rows + row."""
+    size, heads, width = config.num_layers * rows, config.num_heads, config.head_dim
+    return Reference(
+        indices=jnp.full((size, heads, retained_count(tokens, correction.retention)), -1, jnp.int32),
+        count=jnp.zeros(size, jnp.int32),
+        mass=jnp.zeros((size, heads), jnp.float32),
+        output=jnp.zeros((size, heads, width), jnp.float32),
+        contribution=jnp.zeros((size, heads, width), jnp.float32),
+    )
+
+
+def capture(
+    correction: ReferenceCorrection,
+    references: Reference,
+    layer: jax.Array,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    view: PageView,
+    implementation: str | None,
+) -> tuple[jax.Array, Reference, jax.Array]:
+    """Dense attention of q [B, T, Hq, D] that publishes the references of a layer.
+
+    Returns (out [B, T, Hq, D], references, i32[B, T] tokens read, summed over the KV heads).
+    """
+    tokens = view.page_table.shape[-1] * k_pages.shape[2]
+    seen = keys_seen(view.lengths, q.shape[1], tokens)
+    counts = jnp.asarray(retained_counts(tokens, correction.retention))[seen]
+    output, new = reference_capture(
+        q, k_pages, v_pages, view.page_table, view.lengths, counts,
+        capacity=references.indices.shape[-1], implementation=implementation,
+    )  # fmt: skip
+    first = layer * seen.size
+    references = jax.tree.map(
+        lambda old, rows: jax.lax.dynamic_update_slice_in_dim(old, rows, first, axis=0), references, new.flat(2)
+    )
+    return output.out, references, seen * k_pages.shape[1]
+
+
+def consume(
+    references: Reference,
+    layer: jax.Array,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    view: PageView,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, T, Hq, D] corrected from the references of a layer.
+
+    Returns (out [B, T, Hq, D], i32[B, T] tokens read: each query head reads its own).
+    """
+    call = Call.of(q, k_pages, v_pages, None, None, None, None)
+    rows = layer * (q.shape[0] * q.shape[1]) + jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32)
+    rows = rows.reshape(q.shape[:2])
+    out = consume_rows(
+        call, view.page_table, view.lengths, references, rows, None, implementation=implementation, config=None
+    )
+    return out, references.count[rows] * q.shape[2]

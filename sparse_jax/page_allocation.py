@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
+MOST_COLUMNS = 3  # touched pages of a request up to which no loop is needed
+
+
 def grant(
     eligible: jax.Array, touched: jax.Array, pages: jax.Array, holders: jax.Array, free_count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -35,13 +38,28 @@ def grant(
         sole = holders - earlier(before) == 1
         granted = before | (eligible & touched[:, 0] & sole[:, 0])
         granted &= ~too_much(granted)  # two rows of an outdated table can name one page with one holder
+        return granted, fresh_pages(granted)
+
+    def turn_away(granted):
+        # What is left at the first that needs too much never grows again, and nobody later needs less once fewer go
+        # before: all from there on who need more than that are turned away at once.
+        need = jnp.sum(fresh_pages(granted), axis=1, dtype=jnp.int32)
+        upto = jnp.cumsum(need, dtype=jnp.int32)
+        over = (need > 0) & (upto > free_count)
+        left = jnp.max(jnp.where(over & (jnp.cumsum(over, dtype=jnp.int32) == 1), free_count - (upto - need), -1))
+        return granted & ~((jnp.cumsum(over, dtype=jnp.int32) > 0) & (need > left))
+
+    columns = touched.shape[1]
+    if columns <= MOST_COLUMNS:
+        # Drafts, without a loop. What is left falls with each turn, from `columns - 1` to 0, or a shared page went to
+        # nobody and the next holder now needs one of his own: twice as many turns are enough unless requests share
+        # several of these pages in a chain, and then who is over in the end tries again in the next step.
+        granted = eligible
+        for _ in range(2 * columns):
+            granted = turn_away(granted)
+        granted &= ~too_much(granted)
     else:
-
-        def turn_first_away(granted):
-            over = too_much(granted)
-            return granted & ~(over & (jnp.cumsum(over, dtype=jnp.int32) == 1))
-
-        granted = lax.while_loop(lambda granted: jnp.any(too_much(granted)), turn_first_away, eligible)
+        granted = lax.while_loop(lambda granted: jnp.any(too_much(granted)), turn_away, eligible)
     return granted, fresh_pages(granted)
 
 

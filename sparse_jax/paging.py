@@ -49,7 +49,7 @@ class PageTable:
 
     pages: jax.Array  # i32[B, W] page ids, -1 absent
     incarnations: jax.Array  # i32[B, W] that each page was leased at, -1 where absent
-    lengths: jax.Array  # i32[B] tokens; may be set back (rejected drafts): the pages stay and are used again
+    lengths: jax.Array  # i32[B] tokens; may be set back: the pages stay and are used again (`truncate` lets go of them)
     status: jax.Array  # i32[B] OK or why the last reserve of this request failed
 
 
@@ -280,11 +280,36 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     return dataclasses.replace(state, pool=pool, table=table), stale + ignored.astype(jnp.int32)
 
 
+def truncate(state: PagedState, lengths: jax.Array) -> tuple[PagedState, jax.Array]:
+    """Take the last tokens of requests back: to lengths i32[B] where they are longer; below 0 counts as 0.
+
+    Pages that hold no token any more are let go of, so tables, holders and free pages are those of a request that never
+    had these tokens; side data of pages is the caller's. Returns (state, stale i32[]): entries ignored because they are
+    not live. Raises ValueError for lengths that are no integers of shape [B], or a state that was donated.
+    """
+    _require_kept(state)
+    table, page_size = state.table, state.kv.page_size
+    lengths = as_ids("lengths", lengths)
+    if lengths.shape != table.lengths.shape:
+        raise ValueError(f"lengths is i32{list(table.lengths.shape)}, got {list(lengths.shape)}")
+    cut, lengths = lengths < table.lengths, jnp.maximum(lengths, 0)
+    held = lengths // page_size + (lengths % page_size > 0)
+    let_go = cut[:, None] & (jnp.arange(table.pages.shape[1], dtype=jnp.int32) >= held[:, None])
+    pool, stale = slot_pool.release(state.pool, jnp.where(let_go, table.pages, -1), table.incarnations)
+    table = dataclasses.replace(
+        table,
+        pages=jnp.where(let_go, -1, table.pages),
+        incarnations=jnp.where(let_go, -1, table.incarnations),
+        lengths=jnp.where(cut, lengths, table.lengths),
+    )
+    return dataclasses.replace(state, pool=pool, table=table), stale
+
+
 def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Array]:
     """Empty the requests marked in `requests` bool[B]: let go of their pages, length 0, status OK.
 
-    Returns (state, stale i32[]): their table entries that were ignored because they are not live; absent ones (-1) are
-    not counted. Raises ValueError for requests that are not bool[B], or a state that was donated.
+    Returns (state, stale i32[]): their table entries ignored because they are not live; absent ones (-1) do not count.
+    Raises ValueError for requests that are not bool[B], or a state that was donated.
     """
     _require_kept(state)
     table, requests = state.table, jnp.array(requests)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
 MOST_COLUMNS = 3  # touched pages of a request up to which no loop is needed
 
 

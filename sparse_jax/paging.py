@@ -138,10 +138,9 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     pages and KV and gets a status (OUT_OF_PAGES, TABLE_FULL, STALE, BAD_COUNT), and a later, smaller one may still fit.
     A count of 0 leaves the request and its status alone; any other success sets OK. A partly filled last page with
     several holders is copied in all planes before it can be written, except by the last of its holders. In the
-    Reservation -1 is "nothing here": no slot, no page copied. Nothing is raised for want of room, see `check`. With a
-    width of 1 a GPU never waits for the host here, so XLA can put all of it into a CUDA graph.
-
-    Raises ValueError for counts that are no integers of shape [B], a width below 1, or a state that was donated.
+    Reservation -1 is "nothing here": no slot, no page copied. Nothing is raised for want of room, see `check`. Where
+    the width touches few pages (`page_allocation.MOST_COLUMNS`) a GPU never waits for the host here. Raises ValueError
+    for counts that are no integers of shape [B], a width below 1, or a state that was donated.
     """
     _require_kept(state)
     pool, table, kv = state.pool, state.table, state.kv
@@ -192,11 +191,10 @@ def write(
     """Write the new tokens of one plane: k [B, width, Hkv, D], v [B, width, Hkv, Dv] into the reserved slots.
 
     plane is i32[] and may be traced. Only live pages with a single holder are written, so a shared page never changes;
-    reserve, write every plane, then share. Values are cast to the type of the pool; eight-bit floats saturate.
-    Slots of -1 are skipped; a plane out of range, -1 too, is absent: nothing is written. Returns (state, stale i32[]):
-    the reserved slots that were ignored. The pool is not copied when it is donated.
-
-    Raises ValueError for k or v of another shape, slots or a plane that are no integers, or a state that was donated.
+    reserve, write every plane, then share. Values are cast to the type of the pool; eight-bit floats saturate. Slots of
+    -1 are skipped; a plane out of range is absent: nothing is written. Returns (state, stale i32[]): the reserved slots
+    that were ignored. The pool is not copied when it is donated. Raises ValueError for k or v of another shape, slots
+    or a plane that are no integers, or a state that was donated.
     """
     _check_new(state.kv, reservation.slots.shape, k, v)
     plane, slots, stale = _writable(state, plane, reservation)
@@ -249,7 +247,6 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     is only partly used: who appends to it first gets a copy. Nothing happens when `source` or `target` is -1.
     Returns (state, stale i32[]): the source's entries that are not live and stay absent in the target; or 1 for a share
     that was ignored because the target is not empty (it has tokens or pages), is the source, or either is out of range.
-
     Raises ValueError for arguments that are no integers, or a state that was donated.
     """
     _require_kept(state)

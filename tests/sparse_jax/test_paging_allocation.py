@@ -51,7 +51,7 @@ def random_state(rng):
     return with_lengths(state, *back.tolist())
 
 
-@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("width", [1, 5, 9])  # in a closed form, in a few turns, in a loop
 def test_random_steps_equal_one_request_after_the_other(width):
     """Every array of the state, the ids of the pages included."""
     rng, seen = np.random.default_rng(width), set()
@@ -73,21 +73,25 @@ def test_one_page_for_each_request_is_granted_as_the_loop_grants_it():
         holders = np.where(rng.random(7) < 0.8, rng.integers(0, 4, 4)[pages], 0)
         touched = eligible[:, None]
         one = [jnp.array(x, jnp.int32)[:, None] for x in (pages, holders)]
-        two = [jnp.concatenate([x, jnp.full((7, 1), fill, jnp.int32)], axis=1) for x, fill in zip(one, (-1, 0))]
+        more = page_allocation.MOST_COLUMNS
+        two = [jnp.concatenate([x, jnp.full((7, more), fill, jnp.int32)], axis=1) for x, fill in zip(one, (-1, 0))]
         free = jnp.int32(rng.integers(0, 6))
         granted, fresh = grant(jnp.array(eligible), jnp.array(touched), *one, free)
-        expected, expected_fresh = grant(jnp.array(eligible), jnp.array(np.pad(touched, ((0, 0), (0, 1)))), *two, free)
+        expected, expected_fresh = grant(
+            jnp.array(eligible), jnp.array(np.pad(touched, ((0, 0), (0, more)))), *two, free
+        )
         np.testing.assert_array_equal(granted, expected)
         np.testing.assert_array_equal(fresh, expected_fresh[:, :1])
         assert int(fresh.sum()) <= int(free)
 
 
-def test_a_step_of_one_token_each_has_no_loop_on_a_gpu():
+@pytest.mark.parametrize("width", [1, 9])
+def test_a_step_has_no_loop_on_a_gpu(width):
     """Of a loop whose turns are not known, a GPU asks the host after each; that also ends the CUDA graph around it."""
-    state, quest = make(), selectors.get("quest")
+    state, quest = make(page_size=16), selectors.get("quest")
 
     def step(state, side, counts):
-        state, reservation = paging.reserve(state, counts, 1)
+        state, reservation = paging.reserve(state, counts, width)
         return state, quest.copy(side, *paging.flat_copies(state, reservation))
 
     text = lower_for_cuda(step, state, quest.init(state.kv), counts_of(1, 1, 1)).as_text()

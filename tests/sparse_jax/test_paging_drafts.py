@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sparse_jax import paging
 
@@ -56,3 +58,40 @@ def extend_one(state, start, counts, *, wrong):
     new = tokens_at(np.asarray(start)[:, None]) + wrong
     state, _ = paging.append(state, new, new, jnp.asarray(counts, jnp.int32))
     return state
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_taking_drafts_back_leaves_tables_holders_and_free_pages_as_if_they_had_never_been(page_size):
+    shape = {"pages": 40, "page_size": page_size, "requests": 3, "pages_per_request": 20}
+
+    def prompted():
+        state = paging.create(planes=2, kv_heads=1, key_width=4, dtype=jnp.float32, **shape)
+        state = extend(state, [0] * 3, [PROMPT, 8, 0])
+        return paging.share(state, 0, 2, 7)[0]  # the page of token 6 is shared: who writes into it gets a copy
+
+    start = [PROMPT, 8, 7]
+    drafted = extend(prompted(), start, [DRAFTS + 1] * 3)
+    drafted, stale = jax.jit(paging.truncate)(drafted, jnp.array([11, 9, 8], jnp.int32))
+    plain = extend(prompted(), start, [1] * 3)
+    assert int(stale) == 0
+    assert int(drafted.pool.free_count) == int(plain.pool.free_count)
+    assert sorted(drafted.pool.holders.tolist()) == sorted(plain.pool.holders.tolist())
+    np.testing.assert_array_equal(drafted.table.lengths, plain.table.lengths)
+    np.testing.assert_array_equal(drafted.table.pages >= 0, plain.table.pages >= 0)
+    for b, length in enumerate(plain.table.lengths.tolist()):
+        a, e = (paging.gather(state, 1, b)[0][:length] for state in (drafted, plain))
+        np.testing.assert_array_equal(a, e)
+
+
+def test_truncate_ignores_longer_lengths_and_takes_everything_at_or_below_zero():
+    state = paging.create(planes=1, pages=9, page_size=4, kv_heads=1, key_width=4, requests=3, pages_per_request=3)
+    state, _ = paging.reserve(state, jnp.array([5, 6, 9], jnp.int32), 9)
+    cut, stale = paging.truncate(state, jnp.array([6, -3, 8], jnp.int32))
+    assert cut.table.lengths.tolist() == [5, 0, 8]
+    assert (cut.table.pages >= 0).sum(axis=1).tolist() == [2, 0, 2]
+    assert (int(cut.pool.free_count), int(stale)) == (5, 0)
+    again, stale = paging.truncate(cut, jnp.array([6, -3, 8], jnp.int32))
+    assert (again.table.pages == cut.table.pages).all()
+    assert int(again.pool.free_count) == 5
+    with pytest.raises(ValueError, match=r"lengths is i32\[3\], got \[2\]"):
+        paging.truncate(state, jnp.array([1, 2], jnp.int32))

@@ -1,7 +1,9 @@
 """What every test run needs: few threads, 32-bit mode, no compilation cache, and a reason where a GPU is missing."""
 
 import collections
+import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting.
@@ -31,3 +33,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reasons = collections.Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file() -> Iterator[None]:
+    """Lets go of the programs that a file compiled.
+
+    Each takes several memory mappings and a process may have 65,530 of them: whole runs ended in a crash.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()

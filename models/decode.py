@@ -20,7 +20,7 @@ from models.exit_gate import select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import AttendPlane, Cache, Step
 from models.loops import attend_by_selector as attend_by_selector
-from models.reference import ReferenceCorrection, empty_references
+from models.reference import ReferenceCorrection, empty_references, retained_mass
 from models.sampling import GREEDY, Sampling, sample
 from sparse_jax import Reference, paging
 from sparse_jax.paging import PagedState
@@ -81,6 +81,7 @@ class StepOutput(NamedTuple):
     tokens_read: jax.Array  # i32[planes, B]
     exit_loop: jax.Array  # i32[B], -1 where the request took no part
     stale: jax.Array  # i32[]
+    retained: jax.Array | None = None  # f32[2, B] mass of the references: mean and least; 1 where it took no part
 
 
 def prefill(
@@ -238,6 +239,7 @@ def decode_chunk(
         had = options.selector.next_positions(out.paged, out.selector_state)
         lengths = jnp.where(ready, had, 0)
         read = jnp.where(ready, out.tokens_read, 0)
-        return state, StepOutput(emitted, lengths, read, jnp.where(ready, out.exit_loop, -1), out.stale)
+        retained = None if out.references is None else jnp.where(ready, retained_mass(out.references, ready.size), 1.0)
+        return state, StepOutput(emitted, lengths, read, jnp.where(ready, out.exit_loop, -1), out.stale, retained)
 
     return jax.lax.scan(step, state, None, length=steps)

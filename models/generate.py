@@ -23,6 +23,7 @@ from flax import nnx
 
 from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, prefill_batch
 from models.interface import LoopedModel
+from models.reference import ReferenceCorrection
 from models.sampling import GREEDY, Sampling, request_keys
 from sparse_jax import paging
 from sparse_jax.selectors import Dense, Selector
@@ -55,6 +56,8 @@ class Stats:
     stale: int  # reads and writes of pages that had changed hands; 0 unless something else uses the pool
     peak_memory_bytes: int | None
     peak_memory_of: str  # "device", or "process" where the device does not tell
+    retained_mass: float | None = None  # of the keys that reference correction kept, at its last capture: the mean
+    retained_mass_least: float | None = None  # the same of the worst token, layer and query head
 
     @property
     def kv_fraction(self) -> float | None:
@@ -78,6 +81,7 @@ def generate(
     implementation: str | None = None,
     exit_threshold: float | None = None,
     exit_step: int | None = None,
+    reference: ReferenceCorrection | None = None,
 ) -> "Generation":
     """Continue prompts of token ids; returns an iterator of chunks that also holds the result.
 
@@ -85,18 +89,23 @@ def generate(
     request. stop_ids: default those of the model. page_size: default 16, or 1 for a selector that is for pages of one
     token only. pages: pages of the pool, default enough for everything. chunk: tokens per device call. cache_dtype:
     default the model's dtype. exit_threshold, exit_step: default the model's; a threshold of 1 or more is fixed depth.
-    All loops are computed either way.
+    All loops are computed either way. reference: correct the later loops of a looped model from a reference; the
+    selector then serves the loops before the first capture, and prompts are read as without it.
 
-    Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions.
+    Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
+    and for a reference that the model or the selector cannot work with.
     """
     config = model.config
+    selector = Dense() if selector is None else selector
+    _check_reference(reference, selector, config.loops)
     options = DecodeOptions(
-        selector=Dense() if selector is None else selector,
+        selector=selector,
         sampling=sampling,
         stop_ids=tuple(config.stop_ids if stop_ids is None else stop_ids),
         implementation=implementation,
         exit_threshold=exit_threshold,
         exit_step=exit_step,
+        reference=reference,
     )
     ids = [[int(token) for token in prompt] for prompt in prompts]
     limits = (
@@ -117,10 +126,18 @@ def generate(
         pages_per_request=_rounded_up(max(needed)),
         dtype=cache_dtype or model.dtype,
     )
-    requests = len(ids)
-    state = DecodeState(
+    state = _empty_state(paged, selector, limits, seed)
+    return Generation(model, ids, state, options, chunk)
+
+
+def _empty_state(
+    paged: paging.PagedState, selector: Selector, limits: list[int], seed: int | Sequence[int]
+) -> DecodeState:
+    """Before the first token of one request for each of the limits."""
+    requests = len(limits)
+    return DecodeState(
         paged=paged,
-        selector=options.selector.init(paged.kv, requests),
+        selector=selector.init(paged.kv, requests),
         tokens=jnp.zeros(requests, jnp.int32),
         generated=jnp.zeros(requests, jnp.int32),
         limits=jnp.array(limits, jnp.int32),
@@ -128,7 +145,17 @@ def generate(
         done=jnp.zeros(requests, bool),
         keys=request_keys(seed, requests),
     )
-    return Generation(model, ids, state, options, chunk)
+
+
+def _check_reference(reference: ReferenceCorrection | None, selector: Selector, loops: int) -> None:
+    if reference is None:
+        return
+    reference.check(loops)
+    if not selector.shareable:
+        raise ValueError(
+            f"reference correction cannot be combined with the selector {type(selector).__name__}: it learns from what "
+            "each loop attends to, and the corrected loops would not tell it"
+        )
 
 
 def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: int, positions: int) -> None:
@@ -178,6 +205,7 @@ class Generation:
         self._compile_seconds = self._prefill_seconds = self._decode_seconds = 0.0
         self._decoded = self._read = self._dense = self._stale = 0
         self._exit_loops = np.zeros(model.config.loops, np.int64)
+        self._retained, self._retained_least = 0.0, 1.0
 
     def __iter__(self) -> Iterator[Chunk]:
         while not all(self.finished):
@@ -200,6 +228,7 @@ class Generation:
     def stats(self) -> Stats:
         """The account so far."""
         peak, source = peak_memory()
+        corrected = self.options.reference is not None
         return Stats(
             prompt_tokens=sum(map(len, self.prompts)),
             tokens=int(np.asarray(self.state.generated).sum()),
@@ -213,6 +242,8 @@ class Generation:
             stale=self._stale,
             peak_memory_bytes=peak,
             peak_memory_of=source,
+            retained_mass=self._retained / self._decoded if corrected and self._decoded else None,
+            retained_mass_least=self._retained_least if corrected and self._decoded else None,
         )
 
     def _waiting(self) -> np.ndarray:
@@ -280,6 +311,10 @@ class Generation:
         self._decoded += int((lengths > 0).sum())
         self._exit_loops += np.bincount(loops[loops >= 0], minlength=self._config.loops)
         self._stale += int(np.asarray(out.stale).sum())
+        if out.retained is not None:
+            retained = np.asarray(out.retained)  # f32[steps, 2, B]
+            self._retained += float(retained[:, 0].sum(dtype=np.float64, where=lengths > 0))
+            self._retained_least = min(self._retained_least, float(retained[:, 1].min()))
 
     def _executable(self, function: Callable, arguments: tuple, **static: Any) -> Callable:
         leaves, tree = jax.tree.flatten(arguments)

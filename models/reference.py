@@ -82,6 +82,12 @@ def empty_references(correction: ReferenceCorrection, config: ModelConfig, rows:
     )
 
 
+def retained_mass(references: Reference, requests: int) -> jax.Array:
+    """Mass of the references of one row of each request: f32[2, B], the mean and the least over layers and heads."""
+    mass = references.mass.reshape(-1, requests, references.mass.shape[-1])
+    return jnp.stack([mass.mean(axis=(0, 2)), mass.min(axis=(0, 2))])
+
+
 def capture(
     correction: ReferenceCorrection,
     references: Reference,
@@ -121,7 +127,8 @@ def consume(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, T, Hq, D] corrected from the references of a layer.
 
-    Returns (out [B, T, Hq, D], i32[B, T] tokens read: each query head reads its own).
+    Returns (out [B, T, Hq, D], i32[B, T] tokens read, summed over the heads: each query head reads its own keys, but
+    where all are kept a KV head is read once, as by dense attention).
     """
     call = Call.of(q, k_pages, v_pages, None, None, None, None)
     rows = layer * (q.shape[0] * q.shape[1]) + jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32)
@@ -129,4 +136,6 @@ def consume(
     out = consume_rows(
         call, view.page_table, view.lengths, references, rows, None, implementation=implementation, config=None
     )
-    return out, references.count[rows] * q.shape[2]
+    count, tokens = references.count[rows], view.page_table.shape[-1] * k_pages.shape[2]
+    full = count == keys_seen(view.lengths, q.shape[1], tokens)
+    return out, count * jnp.where(full, k_pages.shape[1], q.shape[2])

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from sparse_jax.ops import retained_count
+
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -163,3 +165,21 @@ SELECT = (
 SELECT_QUICK = ("b64-32k",)
 SELECT_CPU = (DecodeShape(name="cpu-b4-4k", batch=4, context=4096, **_CPU),)
 SELECT_CPU_QUICK = ("cpu-b4-4k",)
+
+
+def _looped(name: str, batch: int, context: int) -> DecodeShape:
+    """Ouro-1.4B: 16 heads, each with keys of its own; a tenth of the keys is kept."""
+    kept = retained_count(context, 0.1)
+    return DecodeShape(name=name, batch=batch, context=context, q_heads=16, kv_heads=16, kept_tokens=kept)
+
+
+REFERENCE = (
+    _looped("b1-1k", 1, 1024),
+    _looped("b1-8k", 1, 8192),
+    _looped("b1-32k", 1, 32_768),
+    _looped("b8-8k", 8, 8192),
+    _looped("b16-8k", 16, 8192),
+)
+REFERENCE_QUICK = ("b1-32k",)
+REFERENCE_CPU = (DecodeShape(name="cpu-b2-1k", batch=2, context=1024, **_CPU | {"kept_tokens": 103}),)
+REFERENCE_CPU_QUICK = ("cpu-b2-1k",)

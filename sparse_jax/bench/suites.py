@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from sparse_jax.bench import attention, select, step, topk
+from sparse_jax.bench import attention, reference, select, step, topk
 from sparse_jax.bench.report import BenchResult, Row, environment
 from sparse_jax.bench.timing import Effort, Plan, copy_bandwidth, short_message
 
 # A suite is a module with CASES, CASES_CPU (dataclasses with a name), QUICK (names) and `rows(case, plan)`.
-SUITES = {"attention": attention, "topk": topk, "select": select, "step": step}
+SUITES = {"attention": attention, "topk": topk, "select": select, "step": step, "reference": reference}
 
 CPU_NOTE = (
     "This is a CPU: small shapes, plain XLA only. The numbers say that everything runs, not how fast the kernels are; "

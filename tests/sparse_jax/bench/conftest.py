@@ -2,14 +2,15 @@
 
 import pytest
 
-from sparse_jax.bench import attention, select, step, suites, topk
+from sparse_jax.bench import attention, reference, select, step, suites, topk
 from tests.sparse_jax.bench.shapes import TINY, TINY_STEP, TINY_TOP_K
 
 
 @pytest.fixture
 def tiny_suites(monkeypatch):
     """One tiny case in each suite, and a copy bandwidth that takes no time."""
-    for module, case in ((attention, TINY), (topk, TINY_TOP_K), (select, TINY), (step, TINY_STEP)):
+    shapes = {attention: TINY, topk: TINY_TOP_K, select: TINY, step: TINY_STEP, reference: TINY}
+    for module, case in shapes.items():
         monkeypatch.setattr(module, "CASES_CPU", (case,))
         monkeypatch.setattr(module, "QUICK", (case.name,))
     monkeypatch.setattr(suites, "copy_bandwidth", lambda: 1e9)

@@ -12,7 +12,7 @@ import pytest
 
 import sparse_jax
 from pallas_kernels.lowering import lower_for_cuda
-from sparse_jax.bench import attention, cases, inputs, peers, run, step, suites, timing, topk
+from sparse_jax.bench import attention, cases, inputs, peers, reference, run, step, suites, timing, topk
 from sparse_jax.bench.entries import Candidate
 from sparse_jax.bench.profiler import Profile
 from tests.sparse_jax.bench.shapes import BRIEF, TINY, TINY_STEP, TINY_TOP_K, any_timing
@@ -84,6 +84,19 @@ def test_cases_are_chosen_by_pattern():
         suites.select_cases("attention", ["b9000"])
     with pytest.raises(ValueError, match="unknown suite 'nonsense'; there are attention, topk, select, step"):
         suites.select_cases("nonsense")
+
+
+def test_the_reference_suite_compares_capture_and_consume_with_dense(tiny_suites):
+    result = run("reference", effort=BRIEF)
+    assert [row.op for row in result.rows] == ["dense", "capture", "consume"]
+    assert all(row.microseconds > 0 and not row.note for row in result.rows), result.rows
+    assert result.rows[0].details["times dense"] == 1
+    looped = next(case for case in cases.REFERENCE if case.name == "b16-8k")
+    assert looped.kept_tokens == 820
+    found = {op.name: op.bytes for op in reference.ops(looped, None)}
+    keys_and_values, references = 2 * 16 * 16 * 128 * 2, 16 * 16 * (4 * 820 + 2 * 4 * 128)
+    assert found["capture"] - found["dense"] == references
+    assert found["consume"] == 820 * keys_and_values + keys_and_values + references
 
 
 def test_operations_of_cases_exist():
@@ -341,6 +354,7 @@ def test_suites_on_a_gpu_time_the_kernels_and_find_them_right(monkeypatch):
     monkeypatch.setattr(attention, "CASES", (case,))
     monkeypatch.setattr(topk, "CASES", (TINY_TOP_K,))
     monkeypatch.setattr(step, "CASES", (dataclasses.replace(TINY_STEP, attention=case),))
+    monkeypatch.setattr(reference, "CASES", (case,))
     for suite in suites.SUITES:
         result = run(suite, effort=BRIEF)
         kernels = [row for row in result.rows if row.implementation == "triton"]

@@ -59,7 +59,8 @@ def merge_columns(
     # A part of weight 0 is not read: it may hold anything.
     mask = (weights > 0)[:, None] & inside[None, :]
     outs = lowering.load(outs_ref.at[part[:, None], row, jnp.where(inside, column, 0)[None, :]], mask=mask, other=0.0)
-    out = jnp.sum(outs * (weights / safe)[:, None], axis=0)
+    # A reciprocal, or the compiler of the interpreter would choose between the two by who else uses the sum.
+    out = jnp.sum(outs * (weights * (1.0 / safe))[:, None], axis=0)
     return out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
 
 

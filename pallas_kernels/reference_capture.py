@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import INT32_MAX, WAVE, Config, Launch
+from pallas_kernels.config import INT32_MAX, WAVE, Config, Launch, next_power_of_two
 from pallas_kernels.decode_call import Shape, decode_shape, from_tiles, split_range, this_program, to_tiles
+from pallas_kernels.merge_splits import columns_of
 from pallas_kernels.online_softmax import LOG2E, Keys, columns, rows_of
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.pairs import as_pairs
@@ -80,6 +82,48 @@ def reference_capture_kernel(
         )
 
 
+def reference_sum_kernel(
+    # inputs
+    masses_ref,  # f32[splits, B, Hkv, T * G]
+    contributions_ref,  # f32[splits, B, Hkv, T * G, Dv]
+    out_ref,  # [B, T, Hq, Dv]
+    counts_ref,  # i32[B, T]
+    # outputs
+    mass_ref,  # f32[B, T, Hq]
+    output_ref,  # f32[B, T, Hq, Dv]
+    contribution_ref,  # f32[B, T, Hq, Dv]
+    *,
+    shape: Shape,
+    columns: int,
+):
+    """One program: up to `columns` columns of one row and query head."""
+    splits, width = contributions_ref.shape[0], shape.value_width
+    heads, blocks = shape.kv_heads * shape.group_size, -(-width // columns)
+    index, block = lax.div(pl.program_id(0), jnp.int32(blocks)), lax.rem(pl.program_id(0), jnp.int32(blocks))
+    row, head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+    request, token = lax.div(row, jnp.int32(shape.tokens)), lax.rem(row, jnp.int32(shape.tokens))
+    kv_head = lax.div(head, jnp.int32(shape.group_size))
+    tile = token * shape.group_size + lax.rem(head, jnp.int32(shape.group_size))
+
+    part = jnp.arange(next_power_of_two(splits), dtype=jnp.int32)
+    exists, column = part < splits, block * columns + jnp.arange(columns, dtype=jnp.int32)
+    part, inside = jnp.where(exists, part, 0), column < width
+    at = jnp.where(inside, column, 0)
+    masses = lowering.load(masses_ref.at[part, request, kv_head, tile], mask=exists, other=0.0)
+    contributions = lowering.load(
+        contributions_ref.at[part[:, None], request, kv_head, tile, at[None, :]],
+        mask=exists[:, None] & inside[None, :],
+        other=0.0,
+    )
+    # Nothing is published for a row that keeps no key.
+    keeps = inside & (counts_ref[request, token] > 0)
+    output = lowering.load(out_ref.at[request, token, head, at], mask=keeps, other=0.0).astype(jnp.float32)
+    to = jnp.where(inside, column, width)
+    mass_ref[request, token, head] = jnp.sum(masses)
+    lowering.store(output_ref.at[request, token, head, to], output, mask=inside)
+    lowering.store(contribution_ref.at[request, token, head, to], jnp.sum(contributions, axis=0), mask=inside)
+
+
 def token_places(
     table_ref: Any, request: jax.Array, table_head: Any, token: jax.Array, capacity: Any, shape: Shape
 ) -> Keys:
@@ -111,7 +155,8 @@ def reference_capture(
 
     q [B, T, Hq, D]; k_pages [N, Hkv, P, D]; v_pages [N, Hkv, P, Dv]; page_table i32[B, Hkv or 1, W]; lengths i32[B, 1];
     seen, counts i32[B, T], counts at most seen and capacity. Returns out [B, T, Hq, Dv] in the dtype of q, lse f32[B,
-    T, Hq], indices i32[B, T, Hq, capacity], mass f32[B, T, Hq] and contribution f32[B, T, Hq, Dv].
+    T, Hq], indices i32[B, T, Hq, capacity], mass f32[B, T, Hq], output and contribution f32[B, T, Hq, Dv]; output is
+    out, or 0 where the count is.
     """
     out, lse, scores = paged_decode(
         q, k_pages, v_pages, page_table, lengths, None, None, None, None,
@@ -122,8 +167,9 @@ def reference_capture(
     shape = decode_shape(q, k_pages, v_pages, per_token=False, scale=scale, soft_cap=None, interpret=interpret)
     ids = _chosen(scores, seen, counts, capacity, shape)
     exact = config is not None and config.exact
-    mass, contribution = _of_chosen(scores, lse, v_pages, page_table, ids, counts, shape, exact)
-    return out, lse, *(from_tiles(x, shape, q.shape) for x in (ids, mass, contribution))
+    parts = _of_chosen(scores, lse, v_pages, page_table, ids, counts, shape, exact)
+    mass, output, contribution = _sum((*parts, out, counts), shape)
+    return out, lse, from_tiles(ids, shape, q.shape), mass, output, contribution
 
 
 def _chosen(scores: jax.Array, seen: jax.Array, counts: jax.Array, capacity: int, shape: Shape) -> jax.Array:
@@ -132,8 +178,13 @@ def _chosen(scores: jax.Array, seen: jax.Array, counts: jax.Array, capacity: int
     def of_rows(x: jax.Array) -> jax.Array:  # i32[B, T] -> i32[B * Hkv * T * G]
         return jnp.broadcast_to(jnp.repeat(x, shape.group_size, axis=1)[:, None], scores.shape[:3]).reshape(-1)
 
-    rows, seen, counts = scores.reshape(-1, scores.shape[-1]), of_rows(seen), of_rows(counts)
-    if min(capacity, rows.shape[1]) <= LARGEST_K:
+    rows = scores.reshape(-1, scores.shape[-1])
+    small = min(capacity, rows.shape[1]) <= LARGEST_K
+    if shape.tokens == 1 and small:
+        seen, counts = seen[:, 0], counts[:, 0]  # one for all heads of a request, which lie together
+    else:
+        seen, counts = of_rows(seen), of_rows(counts)
+    if small:
         ids = top_k(rows, capacity, seen, order="id", interpret=shape.interpret, counts=counts)
     else:
         # Such counts are for tests of full retention, and for contexts above 8,192 keys at high retention: a sort.
@@ -157,7 +208,7 @@ def _of_chosen(
     shape: Shape,
     exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mass f32[B, Hkv, T * G] and contribution f32[B, Hkv, T * G, Dv] of the chosen keys."""
+    """Parts of the mass, f32[splits, B, Hkv, T * G], and of the contribution, f32[splits, B, Hkv, T * G, Dv]."""
     rows, capacity = ids.size // ids.shape[-1], ids.shape[-1]
     block = 32
     blocks = -(-capacity // block)
@@ -180,4 +231,23 @@ def _of_chosen(
         num_stages=launch.num_stages,
         interpret=shape.interpret,
     )(*operands)
-    return (mass[0], contribution[0]) if splits == 1 else (mass.sum(axis=0), contribution.sum(axis=0))
+    return mass, contribution
+
+
+def _sum(operands: tuple[jax.Array, ...], shape: Shape) -> tuple[jax.Array, ...]:
+    """Mass f32[B, T, Hq], output and contribution f32[B, T, Hq, Dv] of all parts."""
+    masses, _, out, _ = operands
+    columns = columns_of(shape.value_width, masses.shape[0])
+    results = [lowering.result(x, jnp.float32, operands) for x in (out.shape[:3], out.shape, out.shape)]
+    mass, output, contribution = lowering.call(
+        functools.partial(reference_sum_kernel, shape=shape, columns=columns),
+        name="reference_sum",
+        programs=masses[0].size * -(-shape.value_width // columns),
+        in_specs=[lowering.whole(array) for array in operands],
+        out_specs=[lowering.whole(array) for array in results],
+        out_shape=results,
+        num_warps=4 if masses.shape[0] > 8 else 1,
+        num_stages=1,
+        interpret=shape.interpret,
+    )(*operands)
+    return mass, output, contribution

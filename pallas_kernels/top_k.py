@@ -82,8 +82,8 @@ def top_k_kernel(
     # inputs
     scores_ref,  # [rows, size], any float, or i32: the keys that an earlier round wrote
     ids_ref,  # None (the place is the id) or i32[rows, size]
-    lengths_ref,  # None or i32[rows]
-    counts_ref,  # None or i32[rows], how many are wanted of a row; k bounds them
+    lengths_ref,  # None or i32[groups]; groups of as many rows each
+    counts_ref,  # None or i32[groups], how many are wanted of a row; k bounds them
     # outputs
     ids_out_ref,  # i32[rows, chunks * kept]
     keys_out_ref=None,  # i32[rows, chunks * kept]
@@ -98,7 +98,7 @@ def top_k_kernel(
     keys = _keys(scores_ref, lengths_ref, row, place, this)
 
     valid = _count(keys > MASKED)
-    wanted = jnp.minimum(valid, k if counts_ref is None else jnp.clip(counts_ref[row], 0, k))
+    wanted = jnp.minimum(valid, k if counts_ref is None else jnp.clip(_of_row(counts_ref, row, scores_ref), 0, k))
     room = this.kept if chunks > 1 else wanted
     found = _search(keys, valid, wanted, room)
     equals = jnp.where(found.n_lo <= room, found.n_lo, wanted) - found.n_hi  # how many from [lo, hi) are kept
@@ -125,13 +125,18 @@ def _keys(scores_ref: Any, lengths_ref: Any, row: jax.Array, place: jax.Array, t
     """i32, like place: the keys of a chunk, MASKED from the end of its row on."""
     mask = None
     if lengths_ref is not None:
-        mask = place < jnp.clip(lengths_ref[row], 0, this.size)
+        mask = place < jnp.clip(_of_row(lengths_ref, row, scores_ref), 0, this.size)
     elif this.size % this.chunk:
         mask = place < this.size
     is_keys = scores_ref.dtype == jnp.int32
     other = None if mask is None else MASKED if is_keys else -jnp.inf
     loaded = lowering.load(scores_ref.at[row, place], mask=mask, other=other)
     return loaded if is_keys else to_keys(loaded.astype(jnp.float32))
+
+
+def _of_row(ref: Any, row: jax.Array, scores_ref: Any) -> jax.Array:
+    """i32[]: the number of the row's group."""
+    return ref[lax.div(row, jnp.int32(scores_ref.shape[0] // ref.shape[0]))]
 
 
 def _flat(size: int, warps: int) -> jax.Array:
@@ -277,8 +282,9 @@ def top_k(
 ) -> jax.Array:
     """Ids of the k largest scores of each row.
 
-    scores [rows, S], any float; lengths None or i32[rows]; order "score" or "id"; counts None or i32[rows], where a row
-    wants fewer than k. Returns i32[rows, k]: falling scores with ties by rising id, or rising ids; then -1.
+    scores [rows, S], any float; lengths None or i32[groups], for rows / groups rows each; order "score" or "id"; counts
+    None or i32[groups], where a row wants fewer than k. Returns i32[rows, k]: falling scores with ties by rising id, or
+    rising ids; then -1.
     """
     count, width = scores.shape[0], min(k, scores.shape[1])
     plan = rounds(scores.shape[1], width, rows=count, chunk=chunk, per_thread=per_thread)

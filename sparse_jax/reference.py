@@ -174,8 +174,8 @@ def _capture(operands: tuple[jax.Array, ...], capacity: int, options: Options) -
     counts = jnp.where(counts > capacity, 0, jnp.clip(counts, 0, seen))
 
     def meaning(*args: Any) -> Any:
-        out, *rest = xla.reference_capture(*args, capacity=capacity, scale=options.scale)
-        return out.astype(q.dtype), *rest
+        out, *kept = xla.reference_capture(*args, capacity=capacity, scale=options.scale)
+        return out.astype(q.dtype), *kept
 
     def kernel(*args: Any, interpret: bool) -> Any:
         config = config_of(PAGED, options, (*args[:5], None, None, None, None))
@@ -183,16 +183,14 @@ def _capture(operands: tuple[jax.Array, ...], capacity: int, options: Options) -
             *args, capacity=capacity, scale=options.scale, config=config, interpret=interpret
         )
 
-    out, lse, *chosen = dispatch.run(
+    out, lse, indices, *sums = dispatch.run(
         options.implementation,
         (q, k_pages, v_pages, page_table, lengths, seen, counts),
         xla=meaning,
         kernel=kernel,
         refusal=refusal_of(k_pages, v_pages),
     )
-    output = jnp.where((counts > 0)[..., None, None], out.astype(jnp.float32), 0.0)
-    indices, mass, contribution = chosen
-    return AttentionOutput(out, lse), Reference(indices, counts, mass, output, contribution)
+    return AttentionOutput(out, lse), Reference(indices, counts, *sums)
 
 
 @functools.partial(jax.jit, static_argnames=("options",))

@@ -10,7 +10,9 @@ from rich.console import Console
 
 
 def bench(
-    suites: Annotated[list[str] | None, typer.Argument(help="What to measure: attention, topk, select, step, reference.")] = None,
+    suites: Annotated[
+        list[str] | None, typer.Argument(help="What to measure: attention, topk, select, step, reference.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and shorter measurements.")] = False,
     cases: Annotated[str, typer.Option(help="Shapes by name or pattern, separated by commas: b64-32k,b1-*.")] = "",
     only: Annotated[str, typer.Option(help="Measure operations whose name contains this, such as token-sparse.")] = "",

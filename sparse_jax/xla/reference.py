@@ -26,10 +26,10 @@ def reference_capture(
 ) -> tuple[jax.Array, ...]:
     """Dense attention, and of each row its `counts` most probable keys.
 
-    Returns out f32[B, T, Hq, Dv], lse f32[B, T, Hq], indices i32[B, T, Hq, capacity], mass f32[B, T, Hq] and
-    contribution f32[B, T, Hq, Dv]:
+    Returns out f32[B, T, Hq, Dv], lse f32[B, T, Hq], indices i32[B, T, Hq, capacity], mass f32[B, T, Hq], output and
+    contribution f32[B, T, Hq, Dv]. With p over all keys, and what the model goes on with as output:
 
-        mass = sum over the chosen keys of p_j,  contribution = sum over them of p_j v_j,  p over all keys
+        mass = sum over the chosen keys of p_j,  contribution = sum over them of p_j v_j,  output = out in the dtype of q
     """
     out, lse, scores = paged_attention(
         q, k_pages, v_pages, page_table, lengths, None, None, None, None, scale=scale, window=None, soft_cap=None
@@ -42,7 +42,8 @@ def reference_capture(
     chosen = jnp.take_along_axis(scores, jnp.where(present, ids, 0), axis=-1)
     p = jnp.where(present, jnp.exp(jnp.where(present, chosen - lse[..., None], 0.0)), 0.0)
     v = jnp.where(present[..., None], v_pages[page, head, offset].astype(jnp.float32), 0.0)
-    return out, lse, ids, p.sum(axis=-1), jnp.einsum("bthc,bthcd->bthd", p, v, precision="highest")
+    output = jnp.where((counts > 0)[..., None, None], out.astype(q.dtype).astype(jnp.float32), 0.0)
+    return out, lse, ids, p.sum(axis=-1), output, jnp.einsum("bthc,bthcd->bthd", p, v, precision="highest")
 
 
 def reference_consume(

@@ -36,12 +36,15 @@ class Cache(NamedTuple):
     reads: jax.Array  # i32[planes, B] tokens read, summed over the KV heads
     stale: jax.Array  # i32[]
     references: Reference | None = None  # layer * rows + row; None without reference correction
+    keys: jax.Array | None = None  # [planes, B, rows, Hkv, D] as they were computed, where a caller wants them back
 
     @staticmethod
-    def of(paged: PagedState, selector: Any, references: Reference | None = None) -> Cache:
+    def of(
+        paged: PagedState, selector: Any, references: Reference | None = None, keys: jax.Array | None = None
+    ) -> Cache:
         """Before the first plane."""
         reads = jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
-        return Cache(paged, selector, reads, jnp.int32(0), references)
+        return Cache(paged, selector, reads, jnp.int32(0), references, keys)
 
     def after(self, stored: tuple[PagedState, Any, jax.Array]) -> Cache:
         """With what `Selector.store` returned."""
@@ -61,6 +64,10 @@ class Step:
     implementation: str | None = None
     attend: AttendPlane = attend_by_selector
     reference: ReferenceCorrection | None = None
+    # The rows of drafts are steps of one token first and a batch of rows afterwards:
+    places: jax.Array | None = None  # i32[B, T] of each row's reference in a layer, -1 none; None: b * T + t
+    column: Any = 0  # of the first row in `Cache.keys`
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention through the selector
 
     def run(
         self, h: jax.Array, positions: jax.Array, cache: Cache, first: int = 0, last: int | None = None
@@ -80,9 +87,19 @@ class Step:
         cut = [(max(a, first), min(b, last), mode) for a, b, mode in self.reference.segments(self.model.config.loops)]
         return [segment for segment in cut if segment[0] < segment[1]]
 
+    def _places(self, references: Reference, layer: jax.Array, q: jax.Array) -> jax.Array:
+        if self.places is None:
+            return layer * (q.shape[0] * q.shape[1])
+        of_layer = references.count.shape[0] // self.model.config.num_layers
+        return jnp.where(self.places >= 0, layer * of_layer + self.places, -1)
+
     def _attend(self, mode: int) -> Attend:
         def attend(plane, q, k, v, cache: Cache):
             cache = cache.after(self.selector.store(cache.paged, cache.selector, plane, self.room, k, v))
+            if cache.keys is not None:
+                at = plane, 0, self.column, 0, 0
+                keys = jax.lax.dynamic_update_slice(cache.keys, k[None].astype(cache.keys.dtype), at)
+                cache = cache._replace(keys=keys)
             view = paging.view(cache.paged, plane)
             lengths = view.lengths if self.lengths is None else self.lengths
             view = dataclasses.replace(view, lengths=jnp.where(self.takes_part, lengths, 0))
@@ -90,19 +107,26 @@ class Step:
             layer = plane % self.model.config.num_layers
             if mode == SELECT:
                 attended = self.attend(
-                    self.selector, cache.selector, plane, *arguments, implementation=self.implementation
+                    self.selector,
+                    cache.selector,
+                    plane,
+                    *arguments,
+                    implementation=self.implementation,
+                    **self.options,
                 )
                 out, read = attended.output.out, attended.tokens_read
                 cache = cache._replace(selector=attended.state)
             elif mode == CAPTURE:
                 assert self.reference is not None
                 assert cache.references is not None
-                out, new, read = capture(self.reference, cache.references, layer, *arguments, self.implementation)
+                at = self._places(cache.references, layer, q)
+                out, new, read = capture(self.reference, cache.references, at, *arguments, self.implementation)
                 cache = cache._replace(references=new)
             else:
                 assert mode == CONSUME
                 assert cache.references is not None
-                out, read = consume(cache.references, layer, *arguments, self.implementation)
+                at = self._places(cache.references, layer, q)
+                out, read = consume(cache.references, at, *arguments, self.implementation)
             reads = cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32))
             return out, cache._replace(reads=reads, stale=cache.stale + view.stale)
 

@@ -50,8 +50,8 @@ class ReferenceCorrection:
         """Raises ValueError unless a model with `loops` loops has one to correct."""
         if self.capture_loops[-1] >= loops or self.capture_loops[0] >= loops - 1:
             raise ValueError(
-                f"a model with {loops} loops has none to correct after the capture_loops {self.capture_loops}: a "
-                "capture serves the loops behind it"
+                f"a model with {loops} loop{'s' * (loops != 1)} has none to correct after the capture_loops "
+                f"{self.capture_loops}: a capture serves the loops behind it"
             )
 
     def modes(self, loops: int) -> tuple[int, ...]:
@@ -91,16 +91,17 @@ def retained_mass(references: Reference, requests: int) -> jax.Array:
 def capture(
     correction: ReferenceCorrection,
     references: Reference,
-    layer: jax.Array,
+    at: jax.Array,
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     view: PageView,
     implementation: str | None,
 ) -> tuple[jax.Array, Reference, jax.Array]:
-    """Dense attention of q [B, T, Hq, D] that publishes the references of a layer.
+    """Dense attention of q [B, T, Hq, D] that publishes a reference of each row.
 
-    Returns (out [B, T, Hq, D], references, i32[B, T] tokens read, summed over the KV heads).
+    at: i32[B, T] where it goes, -1 for nowhere; or i32[] where the first one goes, and the others behind it.
+    Returns (out [B, T, Hq, D], references, i32[B, 1] tokens read, summed over the KV heads: once for all rows).
     """
     tokens = view.page_table.shape[-1] * k_pages.shape[2]
     seen = keys_seen(view.lengths, q.shape[1], tokens)
@@ -109,33 +110,36 @@ def capture(
         q, k_pages, v_pages, view.page_table, view.lengths, counts,
         capacity=references.indices.shape[-1], implementation=implementation,
     )  # fmt: skip
-    first = layer * seen.size
-    references = jax.tree.map(
-        lambda old, rows: jax.lax.dynamic_update_slice_in_dim(old, rows, first, axis=0), references, new.flat(2)
-    )
-    return output.out, references, seen * k_pages.shape[1]
+
+    def put(old: jax.Array, rows: jax.Array) -> jax.Array:
+        if at.ndim == 0:
+            return jax.lax.dynamic_update_slice_in_dim(old, rows, at, axis=0)
+        # "drop" mode lets -1 wrap, so what goes nowhere goes past the end.
+        return old.at[jnp.where(at >= 0, at, old.shape[0]).reshape(-1)].set(rows, mode="drop")
+
+    return output.out, jax.tree.map(put, references, new.flat(2)), seen[:, -1:] * k_pages.shape[1]
 
 
 def consume(
     references: Reference,
-    layer: jax.Array,
+    at: jax.Array,
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     view: PageView,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, T, Hq, D] corrected from the references of a layer.
+    """Attention of q [B, T, Hq, D] corrected from the references `at`, as for `capture`; a row without one gives 0.
 
     Returns (out [B, T, Hq, D], i32[B, T] tokens read, summed over the heads: each query head reads its own keys, but
     where all are kept a KV head is read once, as by dense attention).
     """
     call = Call.of(q, k_pages, v_pages, None, None, None, None)
-    rows = layer * (q.shape[0] * q.shape[1]) + jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32)
-    rows = rows.reshape(q.shape[:2])
+    rows = at if at.ndim else at + jnp.arange(q.shape[0] * q.shape[1], dtype=jnp.int32).reshape(q.shape[:2])
     out = consume_rows(
         call, view.page_table, view.lengths, references, rows, None, implementation=implementation, config=None
     )
-    count, tokens = references.count[rows], view.page_table.shape[-1] * k_pages.shape[2]
+    tokens = view.page_table.shape[-1] * k_pages.shape[2]
+    count = jnp.where(rows >= 0, references.count[jnp.maximum(rows, 0)], 0)
     full = count == keys_seen(view.lengths, q.shape[1], tokens)
     return out, count * jnp.where(full, k_pages.shape[1], q.shape[2])

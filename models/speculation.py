@@ -1,0 +1,326 @@
+"""Self-speculation of looped models: the first loops draft tokens, the others verify them in one batch.
+
+A round of K drafts, d of U loops deep, for requests whose next input is token s at position `base`:
+
+    draft     K + 1 steps of one token: loops 0 .. d - 1 at base + i; the arg max after loop d - 1 is the next input.
+              The last step only fills its planes
+    verify    loops d .. U - 1 of all K + 1 rows at once, from the hidden states that the drafts left
+    accept    the leading drafts that the target would have chosen, and the target's token after them
+    roll back the tokens behind these: their pages, and what the selector noted about them
+
+So a round yields 1 to K + 1 tokens, those that plain decoding would give, and runs the deeper loops once. Lengths,
+positions and acceptance stay on the device: rounds are one `lax.scan`, and nothing in them waits for the host.
+
+Rows. A request drafts less than K where its limit, its table or the free pages end; rows behind are padding: they are
+no part of the cache, and repeat the last real row wherever pages are chosen for all rows together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import speculation_accept
+from models.decode import DecodeOptions, DecodeState
+from models.exit_gate import select_exit
+from models.interface import LoopedModel, LoopOutput
+from models.loops import Cache, Step
+from models.reference import empty_references
+from sparse_jax import Reference, paging
+from sparse_jax.paging import PagedState, Reservation
+from sparse_jax.selectors import Selector
+from sparse_jax.selectors.tokens import TokenSelector
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How much is drafted; hashable, so static under `jax.jit`. Raises ValueError for numbers below 1.
+
+    drafts: K, tokens drafted in a round. draft_loops: d, loops of a draft.
+    """
+
+    drafts: int = 3
+    draft_loops: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("drafts", "draft_loops"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
+
+    def check(self, loops: int, selector: Selector) -> None:
+        """Raises ValueError unless a model of `loops` loops, read through the selector, can draft and verify so."""
+        if not self.draft_loops < loops:
+            raise ValueError(
+                f"draft_loops must leave a loop to verify with: the model has {loops}, got {self.draft_loops}"
+            )
+        name = type(selector).__name__
+        if not selector.shareable:
+            raise ValueError(
+                f"speculation cannot take drafts back from the selector {name}: what it sums up or forgets for a "
+                "request has no state from before the draft; use one that only remembers pages, or none"
+            )
+        if isinstance(selector, TokenSelector):
+            raise ValueError(f"speculation verifies several rows at once, and the selector {name} takes one a step")
+
+
+class RoundOutput(NamedTuple):
+    """What a round tells the host. A request that took no part, or found no page, committed nothing."""
+
+    tokens: jax.Array  # i32[B, K + 1] the new tokens, -1 where there is none, and in the place of a stop token
+    drafted: jax.Array  # i32[B] drafts that were verified; 0 where the request took no part
+    accepted: jax.Array  # i32[B] how many of them stay; -1 where the request took no part
+    lengths: jax.Array  # i32[B] tokens in the cache after the round; 0 where the request took no part
+    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read, as in `StepOutput`: by drafts, and by verify
+    exit_loop: jax.Array  # i32[B, K + 1], -1 for rows that do not stay
+    stale: jax.Array  # i32[]
+    retained: jax.Array | None = None  # f32[2, B] mass of the references of rows that stay: mean and least, else 1
+
+
+class Room(NamedTuple):
+    """The room of a round, before anything is written."""
+
+    granted: jax.Array  # bool[B] the request takes part
+    base: jax.Array  # i32[B] tokens in the cache before the round
+    drafts: jax.Array  # i32[B] how many the request drafts, 0 .. K
+    reservation: Reservation  # of K + 1 tokens
+    kept: Any  # the selector's state without any of these tokens
+    working: Any  # the same for drafts and verification
+
+    @property
+    def real(self) -> jax.Array:
+        """The rows that are no padding, bool[B, K + 1]."""
+        rows = jnp.arange(self.reservation.slots.shape[1], dtype=jnp.int32)
+        return self.granted[:, None] & (rows <= self.drafts[:, None])
+
+
+def speculative_round(
+    model: LoopedModel, state: DecodeState, options: DecodeOptions, speculation: Speculation
+) -> tuple[DecodeState, RoundOutput]:
+    """One round of all requests that run: 1 to K + 1 tokens of each, as far as limits and pages allow.
+
+    A request that finds pages for one token only takes a plain step; one that finds none waits, as in `decode_chunk`.
+    A stop token ends a request inside the round. Afterwards lengths, tables, free pages and the selector's state are
+    those of a request that was only ever given the tokens that stay.
+
+    Raises ValueError where `Speculation.check` does.
+    """
+    speculation.check(model.config.loops, options.selector)
+    paged, room = _reserve(model, state, options.selector, speculation.drafts)
+    cache = _cache(model, options, paged, room)
+    candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
+    output, cache = _verify(model, options, speculation, room, drafted, cache)
+    hidden, exit_loop = _exits(model, output, options)
+    tokens, accepted = speculation_accept.accept(
+        model.logits(hidden), candidates, q, room.drafts, state.keys, state.generated, options.sampling
+    )
+    return _commit(state, options, room, cache, tokens, accepted, exit_loop)
+
+
+def speculate_chunk(
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    state: DecodeState,
+    options: DecodeOptions,
+    speculation: Speculation,
+    rounds: int,
+) -> tuple[DecodeState, RoundOutput]:
+    """Run `rounds` rounds in one `lax.scan`; returns (state, RoundOutput with a leading axis of rounds).
+
+    As `decode_chunk`: for `jax.jit` with static graph, options, speculation and rounds, and a donated state.
+    """
+    model = nnx.merge(graph, params)
+
+    def one(state: DecodeState, _: None) -> tuple[DecodeState, RoundOutput]:
+        return speculative_round(model, state, options, speculation)
+
+    return jax.lax.scan(one, state, None, length=rounds)
+
+
+def _reserve(model: LoopedModel, state: DecodeState, selector: Selector, drafts: int) -> tuple[PagedState, Room]:
+    """Room for one token of each request that runs, as in a plain step, and then for its drafts."""
+    running = state.started & ~state.done
+    base = selector.next_positions(state.paged, state.selector)
+    paged, kept, first = selector.reserve(state.paged, state.selector, running.astype(jnp.int32), 1)
+    granted = running & (paged.table.status == paging.OK)
+    status = paged.table.status
+
+    ends = min(paged.table.pages.shape[1] * paged.kv.page_size, model.config.max_positions)
+    most = jnp.minimum(state.limits - state.generated, ends - base) - 1
+    wanted = jnp.where(granted, jnp.clip(most, 0, drafts), 0)
+    paged, working, more = selector.reserve(paged, kept, wanted, drafts)
+    # Who found room for its token is not out of pages.
+    paged = dataclasses.replace(paged, table=dataclasses.replace(paged.table, status=status))
+    both = Reservation(
+        slots=jnp.concatenate([first.slots, more.slots], axis=1),
+        incarnations=jnp.concatenate([first.incarnations, more.incarnations], axis=1),
+        copied_from=first.copied_from,
+        copied_to=first.copied_to,
+    )
+    got = jnp.sum(more.slots >= 0, axis=1, dtype=jnp.int32)
+    return paged, Room(granted, base, got, both, kept, working)
+
+
+def _cache(model: LoopedModel, options: DecodeOptions, paged: PagedState, room: Room) -> Cache:
+    """Before the first plane: references of every row, and where keys are kept for a selector that remembers some."""
+    rows, references, keys = room.real, None, None
+    if options.reference is not None:
+        tokens = paged.table.pages.shape[1] * paged.kv.page_size
+        references = empty_references(options.reference, model.config, rows.size, tokens)
+    if jax.tree.leaves(room.kept):
+        planes, _, kv_heads, _, width = paged.kv.k.shape
+        keys = jnp.zeros((planes, *rows.shape, kv_heads, width), model.dtype)
+    return Cache.of(paged, room.working, references, keys)
+
+
+def _places(real: jax.Array) -> jax.Array:
+    """Where the reference of each row lies in a layer, -1 for padding; bool[B, K + 1] -> i32[B, K + 1]."""
+    return jnp.where(real, jnp.arange(real.size, dtype=jnp.int32).reshape(real.shape), -1)
+
+
+def _draft(
+    model: LoopedModel, state: DecodeState, options: DecodeOptions, speculation: Speculation, room: Room, cache: Cache
+) -> tuple[jax.Array, jax.Array | None, LoopOutput, Cache]:
+    """Candidates i32[B, K], their probabilities f32[B, K, V] unless greedy, the drafts' LoopOutput, the cache."""
+    slots, incarnations = room.reservation.slots, room.reservation.incarnations
+    nothing = jnp.full_like(room.base, -1)
+
+    def row(carry: tuple[jax.Array, Cache], x: tuple[jax.Array, ...]) -> Any:
+        (token, cache), (i, real, place, slot, incarnation) = carry, x
+        step = Step(
+            model=model,
+            selector=options.selector,
+            room=Reservation(slot[:, None], incarnation[:, None], nothing, nothing),
+            takes_part=real,
+            lengths=room.base + i + 1,
+            implementation=options.implementation,
+            attend=options.attend,
+            reference=options.reference,
+            places=place[:, None],
+            column=i,
+        )
+        positions = jnp.where(real, room.base + i, -1)[:, None]
+        output, cache = step.run(model.embed(token[:, None]), positions, cache, 0, speculation.draft_loops)
+        logits = model.logits(output.hidden[-1, :, 0])
+        token, q = speculation_accept.propose(logits, state.keys, state.generated + i, options.sampling)
+        return (token, cache), (token, q, output)
+
+    columns = jnp.arange(slots.shape[1], dtype=jnp.int32)
+    xs = columns, room.real.T, _places(room.real).T, slots.T, incarnations.T
+    (_, cache), (tokens, q, output) = jax.lax.scan(row, (state.tokens, cache), xs)
+    hidden = jnp.moveaxis(output.hidden[:, :, :, 0], 0, 2)  # [d, B, K + 1, H]
+    output = LoopOutput(hidden, jnp.moveaxis(output.gate_logits[..., 0], 0, 2))
+    return tokens[:-1].T, None if q is None else jnp.moveaxis(q[:-1], 0, 1), output, cache
+
+
+def _verify(
+    model: LoopedModel,
+    options: DecodeOptions,
+    speculation: Speculation,
+    room: Room,
+    drafted: LoopOutput,
+    cache: Cache,
+) -> tuple[LoopOutput, Cache]:
+    """The LoopOutput of all loops, of K + 1 rows [U, B, K + 1, ...]."""
+    rows = jnp.arange(room.real.shape[1], dtype=jnp.int32)
+    last = jnp.minimum(rows, room.drafts[:, None])  # padding repeats the last real row: it adds no wish of its own
+    positions = jnp.where(room.granted[:, None], room.base[:, None] + last, -1)
+    step = Step(
+        model=model,
+        selector=options.selector,
+        room=room.reservation,
+        takes_part=room.granted,
+        lengths=room.base + rows.size,
+        implementation=options.implementation,
+        attend=options.attend,
+        reference=options.reference,
+        places=_places(room.real),
+        options={"q_positions": positions},
+    )
+    h = jnp.take_along_axis(drafted.hidden[-1], last[..., None], axis=1)
+    output, cache = step.run(h, positions, cache, speculation.draft_loops)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), drafted, output), cache
+
+
+def _exits(model: LoopedModel, output: LoopOutput, options: DecodeOptions) -> tuple[jax.Array, jax.Array]:
+    """The hidden states [B, K + 1, H] that give the logits, and their loops i32[B, K + 1], as in a plain step."""
+    threshold, step = options.exit_threshold, options.exit_step
+    if threshold is None and step is None:
+        step = model.config.exit_step
+    threshold = model.config.exit_threshold if threshold is None else threshold
+    return select_exit(output.hidden, output.gate_logits, threshold=threshold, step=step)
+
+
+def _commit(
+    state: DecodeState,
+    options: DecodeOptions,
+    room: Room,
+    cache: Cache,
+    tokens: jax.Array,
+    accepted: jax.Array,
+    exit_loop: jax.Array,
+) -> tuple[DecodeState, RoundOutput]:
+    """Keeps tokens 0 .. accepted of each request, up to a stop token, and takes the others back."""
+    rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    stops = (
+        jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32)) if options.stop_ids else jnp.zeros_like(room.real)
+    )
+    stops &= rows <= accepted[:, None]
+    stopped = stops.any(axis=1)
+    accepted = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted)
+    stays = room.granted[:, None] & (rows <= accepted[:, None])
+    committed = jnp.where(room.granted, accepted + 1, 0)
+
+    selector = _noted(options.selector, room, cache, stays)
+    paged, stale = paging.truncate(cache.paged, room.base + committed)
+    last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+    generated = state.generated + committed
+    state = dataclasses.replace(
+        state,
+        paged=paged,
+        selector=selector,
+        tokens=jnp.where(room.granted, last, state.tokens),
+        generated=generated,
+        done=state.done | (room.granted & (stopped | (generated >= state.limits))),
+    )
+    return state, RoundOutput(
+        tokens=jnp.where(stays & ~stops, tokens, -1),
+        drafted=jnp.where(room.granted, room.drafts, 0),
+        accepted=jnp.where(room.granted, accepted, -1),
+        lengths=jnp.where(room.granted, room.base + committed, 0),
+        tokens_read=jnp.where(room.granted, cache.reads, 0),
+        exit_loop=jnp.where(stays, exit_loop, -1),
+        stale=cache.stale + stale,
+        retained=None if cache.references is None else _retained(cache.references, stays),
+    )
+
+
+def _noted(selector: Selector, room: Room, cache: Cache, stays: jax.Array) -> Any:
+    """The selector's state from before the round, told of the tokens that stay: one by one, as plain steps would."""
+    if cache.keys is None:
+        return room.kept
+    kv = cache.paged.kv
+    slots = paging.flat_slots(cache.paged, jnp.int32(0), room.reservation)
+    slots = jnp.where(stays, slots, -1).T[:, None]  # [K + 1, 1, B]
+    first = jnp.arange(kv.planes, dtype=jnp.int32)[:, None] * (kv.pages * kv.page_size)
+
+    def note(noted: Any, x: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        keys, slots = x
+        slots = jnp.where(slots >= 0, first + slots, -1)[..., None]
+        return selector.write(noted, keys[:, :, None], slots), None
+
+    return jax.lax.scan(note, room.kept, (jnp.moveaxis(cache.keys, 2, 0), slots))[0]
+
+
+def _retained(references: Reference, stays: jax.Array) -> jax.Array:
+    """Mass of the references of rows that stay: f32[2, B], the mean and the least; 1 for a request without."""
+    mass = references.mass.reshape(-1, *stays.shape, references.mass.shape[-1])  # [L, B, K + 1, Hq]
+    stays = stays[:, :, None]
+    count = jnp.maximum(stays.sum(axis=(1, 2)), 1) * (mass.shape[0] * mass.shape[3])
+    mean = jnp.where(stays, mass, 0.0).sum(axis=(0, 2, 3)) / count
+    least = jnp.where(stays, mass, 1.0).min(axis=(0, 2, 3))
+    return jnp.stack([jnp.where(stays.any(axis=(1, 2)), mean, 1.0), least])

@@ -25,6 +25,7 @@ from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, 
 from models.interface import LoopedModel
 from models.reference import ReferenceCorrection
 from models.sampling import GREEDY, Sampling, request_keys
+from models.speculation import RoundOutput, Speculation, speculate_chunk
 from sparse_jax import paging
 from sparse_jax.selectors import Dense, Selector
 
@@ -58,6 +59,8 @@ class Stats:
     peak_memory_of: str  # "device", or "process" where the device does not tell
     retained_mass: float | None = None  # of the keys that reference correction kept, at its last capture: the mean
     retained_mass_least: float | None = None  # the same of the worst token, layer and query head
+    acceptance: float | None = None  # of speculation: the share of the drafts that were right
+    tokens_per_round: float | None = None  # of speculation: of each request that took part
 
     @property
     def kv_fraction(self) -> float | None:
@@ -82,6 +85,7 @@ def generate(
     exit_threshold: float | None = None,
     exit_step: int | None = None,
     reference: ReferenceCorrection | None = None,
+    speculation: Speculation | None = None,
 ) -> "Generation":
     """Continue prompts of token ids; returns an iterator of chunks that also holds the result.
 
@@ -91,6 +95,7 @@ def generate(
     default the model's dtype. exit_threshold, exit_step: default the model's; a threshold of 1 or more is fixed depth.
     All loops are computed either way. reference: correct the later loops of a looped model from a reference; the
     selector then serves the loops before the first capture, and prompts are read as without it.
+    speculation: draft tokens with the first loops and verify them in one batch: several tokens a round.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
     and for a reference that the model or the selector cannot work with.
@@ -98,6 +103,8 @@ def generate(
     config = model.config
     selector = Dense() if selector is None else selector
     _check_reference(reference, selector, config.loops)
+    if speculation is not None:
+        speculation.check(config.loops, selector)
     options = DecodeOptions(
         selector=selector,
         sampling=sampling,
@@ -123,11 +130,12 @@ def generate(
         kv_heads=config.num_kv_heads,
         key_width=config.head_dim,
         requests=len(ids),
-        pages_per_request=_rounded_up(max(needed)),
+        # The rows of a round may look past the last token, but have no page there.
+        pages_per_request=_rounded_up(max(needed) + (-(-speculation.drafts // page_size) if speculation else 0)),
         dtype=cache_dtype or model.dtype,
     )
     state = _empty_state(paged, selector, limits, seed)
-    return Generation(model, ids, state, options, chunk)
+    return Generation(model, ids, state, options, chunk, speculation)
 
 
 def _empty_state(
@@ -193,7 +201,13 @@ class Generation:
     """
 
     def __init__(
-        self, model: LoopedModel, prompts: list[list[int]], state: DecodeState, options: DecodeOptions, chunk: int
+        self,
+        model: LoopedModel,
+        prompts: list[list[int]],
+        state: DecodeState,
+        options: DecodeOptions,
+        chunk: int,
+        speculation: Speculation | None = None,
     ):
         self.prompts, self.state, self.options, self.chunk = prompts, state, options, chunk
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -206,6 +220,8 @@ class Generation:
         self._decoded = self._read = self._dense = self._stale = 0
         self._exit_loops = np.zeros(model.config.loops, np.int64)
         self._retained, self._retained_least = 0.0, 1.0
+        self.speculation = speculation
+        self._rounds = self._drafted = self._accepted = 0
 
     def __iter__(self) -> Iterator[Chunk]:
         while not all(self.finished):
@@ -244,6 +260,8 @@ class Generation:
             peak_memory_of=source,
             retained_mass=self._retained / self._decoded if corrected and self._decoded else None,
             retained_mass_least=self._retained_least if corrected and self._decoded else None,
+            acceptance=self._accepted / self._drafted if self._drafted else None,
+            tokens_per_round=self._decoded / self._rounds if self._rounds else None,
         )
 
     def _waiting(self) -> np.ndarray:
@@ -274,7 +292,8 @@ class Generation:
             row[: len(prompt) * wanted] = prompt[: len(prompt) * wanted]
         # Copies, because a call may still read its arguments after it returned.
         arguments = self._params, jnp.array(tokens), jnp.array(counts), self.state
-        call = self._executable(_prefill, arguments)
+        # A prompt is never corrected, so all references share a compilation.
+        call = self._executable(_prefill, arguments, options=dataclasses.replace(self.options, reference=None))
         start = time.perf_counter()
         self.state, out = call(*arguments)
         new = self._take(out.tokens[None])
@@ -283,12 +302,13 @@ class Generation:
         return new, bool(np.any(np.asarray(out.lengths)))
 
     def _decode(self) -> tuple[list[list[int]], bool]:
-        call = self._executable(_decode, (self._params, self.state), steps=self.chunk)
+        static = {"steps": self.chunk, "speculation": self.speculation}
+        call = self._executable(_decode, (self._params, self.state), **static)
         start = time.perf_counter()
-        self.state, out = call(self._params, self.state)
+        self.state, out, rounds = call(self._params, self.state)
         new = self._take(out.tokens)
         self._decode_seconds += time.perf_counter() - start
-        self._account(out)
+        self._account(out, rounds)
         return new, bool(np.any(np.asarray(out.lengths)))
 
     def _take(self, emitted: jax.Array) -> list[list[int]]:
@@ -303,7 +323,7 @@ class Generation:
             self.finished[request] = self.finished[request] or ("stop" if stopped else "length")
         return new
 
-    def _account(self, out: StepOutput) -> None:
+    def _account(self, out: StepOutput, rounds: RoundOutput | None) -> None:
         """Add up, in Python's integers, what a chunk read: per plane and KV head, requests that took part only."""
         lengths, loops = np.asarray(out.lengths), np.asarray(out.exit_loop)
         self._read += int(np.asarray(out.tokens_read).sum(dtype=np.int64))
@@ -315,13 +335,18 @@ class Generation:
             retained = np.asarray(out.retained)  # f32[steps, 2, B]
             self._retained += float(retained[:, 0].sum(dtype=np.float64, where=lengths > 0))
             self._retained_least = min(self._retained_least, float(retained[:, 1].min()))
+        if rounds is not None:
+            accepted = np.asarray(rounds.accepted)
+            self._rounds += int((accepted >= 0).sum())
+            self._drafted += int(np.asarray(rounds.drafted).sum())
+            self._accepted += int(accepted.sum(where=accepted >= 0))
 
     def _executable(self, function: Callable, arguments: tuple, **static: Any) -> Callable:
         leaves, tree = jax.tree.flatten(arguments)
         start = time.perf_counter()
         before = _compiled.cache_info().misses
-        static_items = (("graph", self._graph), ("options", self.options), *static.items())
-        call = _compiled(function, static_items, tree, tuple(map(_abstract, leaves)))
+        static = {"graph": self._graph, "options": self.options} | static
+        call = _compiled(function, tuple(static.items()), tree, tuple(map(_abstract, leaves)))
         if _compiled.cache_info().misses > before:
             self._compile_seconds += time.perf_counter() - start
         return call
@@ -333,11 +358,15 @@ _prefill = jax.jit(
     static_argnames=("graph", "options"),
     donate_argnames="state",
 )
-_decode = jax.jit(
-    lambda params, state, graph, options, steps: decode_chunk(graph, params, state, options, steps),
-    static_argnames=("graph", "options", "steps"),
-    donate_argnames="state",
-)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "options", "steps", "speculation"), donate_argnames="state")
+def _decode(params, state, graph, options, steps, speculation):
+    if speculation is None:
+        return *decode_chunk(graph, params, state, options, steps), None
+    rounds = -(-steps // (speculation.drafts + 1))
+    state, out = speculate_chunk(graph, params, state, options, speculation, rounds)
+    return state, out.steps(), out
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import speculation_accept
-from models.decode import DecodeOptions, DecodeState
+from models.decode import DecodeOptions, DecodeState, StepOutput
 from models.exit_gate import select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import Cache, Step
@@ -79,6 +79,28 @@ class RoundOutput(NamedTuple):
     exit_loop: jax.Array  # i32[B, K + 1], -1 for rows that do not stay
     stale: jax.Array  # i32[]
     retained: jax.Array | None = None  # f32[2, B] mass of the references of rows that stay: mean and least, else 1
+
+    def steps(self) -> StepOutput:
+        """Of rounds [R, ...]: the same as R * (K + 1) plain steps, where rows that do not stay take no part.
+
+        What is not told by row is repeated (retained), or stays by round (tokens_read, stale).
+        """
+        rounds, requests, rows = self.tokens.shape
+        row = jnp.arange(rows, dtype=jnp.int32)
+        lengths = (self.lengths - self.accepted)[..., None] + row
+        lengths = jnp.where(row <= self.accepted[..., None], lengths, 0)
+
+        def by_step(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x, 2, 1).reshape(rounds * rows, requests)
+
+        return StepOutput(
+            tokens=by_step(self.tokens),
+            lengths=by_step(lengths),
+            tokens_read=self.tokens_read,
+            exit_loop=by_step(self.exit_loop),
+            stale=self.stale,
+            retained=None if self.retained is None else jnp.repeat(self.retained, rows, axis=0),
+        )
 
 
 class Room(NamedTuple):

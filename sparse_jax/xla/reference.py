@@ -29,7 +29,7 @@ def reference_capture(
     Returns out f32[B, T, Hq, Dv], lse f32[B, T, Hq], indices i32[B, T, Hq, capacity], mass f32[B, T, Hq], output and
     contribution f32[B, T, Hq, Dv]. With p over all keys, and what the model goes on with as output:
 
-        mass = sum over the chosen keys of p_j,  contribution = sum over them of p_j v_j,  output = out in the dtype of q
+        mass = sum over the chosen of p_j,  contribution = sum over them of p_j v_j,  output = out in the dtype of q
     """
     out, lse, scores = paged_attention(
         q, k_pages, v_pages, page_table, lengths, None, None, None, None, scale=scale, window=None, soft_cap=None

@@ -290,9 +290,9 @@ def truncate(state: PagedState, lengths: jax.Array) -> tuple[PagedState, jax.Arr
     if lengths.shape != table.lengths.shape:
         raise ValueError(f"lengths is i32{list(table.lengths.shape)}, got {list(lengths.shape)}")
     cut, lengths = lengths < table.lengths, jnp.maximum(lengths, 0)
-    held = lengths // page_size + (lengths % page_size > 0)
-    let_go = cut[:, None] & (jnp.arange(table.pages.shape[1], dtype=jnp.int32) >= held[:, None])
-    pool, stale = slot_pool.release(state.pool, jnp.where(let_go, table.pages, -1), table.incarnations)
+    let_go = cut[:, None] & (jnp.arange(table.pages.shape[1], dtype=jnp.int32) >= -(-lengths // page_size)[:, None])
+    gone = jnp.where(let_go, table.pages, -1)[::-1, ::-1]  # so they lie on the stack as before they were taken
+    pool, stale = slot_pool.release(state.pool, gone, table.incarnations[::-1, ::-1])
     table = dataclasses.replace(
         table,
         pages=jnp.where(let_go, -1, table.pages),

@@ -3,6 +3,7 @@
 from pallas_kernels import Config as Config
 from sparse_jax import compaction as compaction
 from sparse_jax import paging as paging
+from sparse_jax import reference_store as reference_store
 from sparse_jax import selectors as selectors
 from sparse_jax.attention import page_sparse_attention as page_sparse_attention
 from sparse_jax.attention import paged_attention as paged_attention

@@ -116,6 +116,23 @@ BudgetOption = Annotated[
         help="What a step may read, per layer and head: tokens (256), or a share of what is cached (0.125, 1/8).",
     ),
 ]
+RetentionOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Reference correction: loops after the capture read this share of the keys, 0.1 unless given. "
+        "Beside another method it adds the correction: the method then serves the loops before the capture.",
+    ),
+]
+CaptureLoopOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=0,
+        help="Reference correction: the loop, from 0 up, that attends densely and picks the keys; 1 unless given. "
+        "Give it twice to pick anew in a later loop.",
+    ),
+]
 ImplementationOption = Annotated[
     Implementation,
     typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
@@ -134,10 +151,13 @@ def generate(
     method: Annotated[
         str,
         typer.Option(
-            help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}."
+            help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}; "
+            "reference: dense up to the capture loop of a looped model, few keys in the loops after it."
         ),
     ] = "quest",
     budget: BudgetOption = "256",
+    retention: RetentionOption = None,
+    capture_loop: CaptureLoopOption = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A file with the text to continue; - is standard input.")
@@ -173,6 +193,8 @@ def generate(
 
     Example: `sparse-jax generate --prompt "In the beginning" --temperature 0.8 --method dense`
 
+    Example: `sparse-jax generate --demo passkey --method reference --retention 0.1`
+
     Example: `sparse-jax generate --model smollm2-135m --chat --prompt "What is the capital of France?"`
     """
     from models import prompts, terminal
@@ -184,6 +206,8 @@ def generate(
         model=model,
         method=method,
         budget=budget,
+        retention=retention,
+        capture_loops=capture_loop,
         chat_template=chat,
         max_tokens=max_tokens or (24 if demo else 128),
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),

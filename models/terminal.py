@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 from rich.console import Console
@@ -12,9 +12,13 @@ from rich.markup import escape
 from models import chat, checkpoints, tokenizers
 from models.generate import Chunk, Generation, Stats, generate
 from models.prompts import Prompts
+from models.reference import ReferenceCorrection
 from models.sampling import Sampling
 from sparse_jax import selectors
+from sparse_jax.selectors import Selector
 
+REFERENCE = "reference"
+"""The method that is no selector: dense until the capture, corrected after it."""
 SHOWN = 160
 """Characters of the prompt's end that are repeated before its continuation."""
 
@@ -31,10 +35,13 @@ def run(
     seed: int,
     exit_threshold: float | None,
     implementation: str | None,
+    retention: float | None = None,
+    capture_loops: Sequence[int] | None = None,
 ) -> Stats:
     """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
 
-    chat_template: the prompts are messages to a model that was trained to chat.
+    chat_template: the prompts are messages to a model that was trained to chat. retention, capture_loops: of reference
+    correction, see `reading`.
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
     if implementation == "triton" and jax.default_backend() != "gpu":
@@ -42,7 +49,7 @@ def run(
             f"--implementation triton is a GPU kernel, and JAX runs on {jax.default_backend()} here; "
             "use auto, xla or (slow, for tests) interpret"
         )
-    selector = selectors.get(method, budget=budget)
+    selector, reference = reading(method, budget, retention, capture_loops)
     place = checkpoints.resolve(model)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
@@ -56,7 +63,8 @@ def run(
     loops = f"{config.loops} loops of " if config.loops > 1 else ""
     console.print(
         f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget)}[/]",
+        f"{sum(map(len, encoded)):,} prompt tokens; "
+        f"each step reads {share_read(method, budget, reference)}[/]",
         soft_wrap=True,
     )
     generation = generate(
@@ -68,6 +76,7 @@ def run(
         seed=seed,
         exit_threshold=exit_threshold,
         implementation=implementation,
+        reference=reference,
     )
     chunks = iter(generation)
     with console.status("compiling and reading the prompt"):
@@ -82,17 +91,44 @@ def run(
         if prompts.answer is not None:
             console.print(verdict(text, prompts.answer))
     stats = generation.stats()
-    console.print(f"[dim]{escape(closing_line(stats))}[/]", soft_wrap=True)
+    console.print(f"[dim]{escape(closing_line(stats, reference))}[/]", soft_wrap=True)
     return stats
 
 
-def share_read(method: str, budget: int | float) -> str:
+def reading(
+    method: str, budget: int | float, retention: float | None, capture_loops: Sequence[int] | None
+) -> tuple[Selector, ReferenceCorrection | None]:
+    """What chooses the keys of a step, and how later loops are corrected (None: not at all).
+
+    The method "reference" is dense before the capture; any other method is corrected where a retention or capture
+    loops are given. Raises ValueError for an unknown method and for values that do not fit.
+    """
+    if method == REFERENCE:
+        selector = selectors.get("dense")
+    elif method in selectors.names():
+        selector = selectors.get(method, budget=budget)
+    else:
+        raise ValueError(f"no method {method!r}; there are {', '.join(selectors.names())} and {REFERENCE}")
+    if method != REFERENCE and retention is None and capture_loops is None:
+        return selector, None
+    loops = (1,) if capture_loops is None else tuple(sorted(set(capture_loops)))
+    return selector, ReferenceCorrection(retention=0.1 if retention is None else retention, capture_loops=loops)
+
+
+def share_read(method: str, budget: int | float, reference: ReferenceCorrection | None = None) -> str:
     """What each step reads of the cache, in words."""
-    if method == "dense":
-        return "the whole KV cache"
-    amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
-    more = "; choosing reads the keys of all" if selectors.get(method).reads_all_keys else ""
-    return f"about {amount} of the KV cache ({method}{more})"
+    if method in ("dense", REFERENCE):
+        words = "the whole KV cache"
+    else:
+        amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
+        more = "; choosing reads the keys of all" if selectors.get(method).reads_all_keys else ""
+        words = f"about {amount} of the KV cache ({method}{more})"
+    if reference is None:
+        return words
+    first, *later = reference.capture_loops
+    words += f" up to loop {first}" if method in ("dense", REFERENCE) else f" before loop {first}, all of it there"
+    words += f", and {100 * reference.retention:g} % of the keys in the loops after it"
+    return words + "".join(f"; loop {loop} reads all and picks anew" for loop in later)
 
 
 def show_stream(chunks: Iterable[Chunk], tokenizer: tokenizers.Tokenizer) -> str:
@@ -127,8 +163,8 @@ def verdict(text: str, answer: str) -> str:
     return f"[bold red]Not found:[/] the pass key hidden in the prompt is {answer}."
 
 
-def closing_line(stats: Stats) -> str:
-    """Speed, share of the KV cache that was read, and peak memory."""
+def closing_line(stats: Stats, reference: ReferenceCorrection | None = None) -> str:
+    """Speed, share of the KV cache that was read, what reference correction kept, and peak memory."""
     parts = [f"{stats.tokens} tokens"]
     if stats.tokens_per_second is not None:
         parts.append(f"{stats.tokens_per_second:.1f} tokens/s (and {stats.compile_seconds:.1f} s to compile)")
@@ -136,6 +172,11 @@ def closing_line(stats: Stats) -> str:
         parts.append(
             f"KV tokens read {stats.kv_tokens_read:,} of {stats.kv_tokens_dense:,} that dense reads "
             f"({100 * stats.kv_fraction:.1f} %)"
+        )
+    if reference is not None and stats.retained_mass is not None and stats.retained_mass_least is not None:
+        parts.append(
+            f"references of {100 * reference.retention:g} % of the keys held {100 * stats.retained_mass:.1f} % of the "
+            f"attention where they were captured ({100 * stats.retained_mass_least:.1f} % in the worst head)"
         )
     if stats.peak_memory_bytes is not None:
         parts.append(f"peak memory of the {stats.peak_memory_of} {stats.peak_memory_bytes / 2**20:,.0f} MiB")

@@ -106,6 +106,32 @@ def test_a_budget_reads_less_than_dense(folder):
     assert 10 < float(share[1]) < 70
 
 
+def test_later_loops_are_corrected_and_the_account_says_so(folder):
+    done = generate(folder, "--prompt", "x" * 100, "--method", "reference", "--capture-loop", 0, "--retention", 0.1)
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.stderr.split())
+    assert "reads the whole KV cache up to loop 0, and 10 % of the keys in the loops after it" in shown
+    # One loop of two reads everything, the other 11 of about 105 keys for each of the two heads of a group.
+    share = float(re.search(r"that dense reads \((\d+\.\d) %\)", shown)[1])
+    assert 100 * (1 + 2 * 11 / 102) / 2 - 1 < share < 100 * (1 + 2 * 11 / 102) / 2 + 1
+    kept = re.search(r"references of 10 % of the keys held (\d+\.\d) % .*\((\d+\.\d) % in the worst head\)", shown)
+    assert kept is not None, shown
+    assert 0 < float(kept[2]) < float(kept[1]) < 100
+
+
+def test_a_retention_beside_a_method_adds_the_correction():
+    selector, reference = terminal.reading("quest", 48, 0.2, None)
+    assert (selector, reference.retention, reference.capture_loops) == (selectors.get("quest", budget=48), 0.2, (1,))
+    assert terminal.reading("quest", 48, None, None)[1] is None
+    assert terminal.reading("dense", 48, None, [2, 1, 2])[1].capture_loops == (1, 2)
+    selector, reference = terminal.reading("reference", 48, None, None)
+    assert (selector, reference.retention) == (selectors.get("dense"), 0.1)
+    words = terminal.share_read("quest", 48, reference)
+    assert words.startswith(
+        "about 48 tokens of the KV cache (quest) before loop 1, all of it there, and 10 % of the keys"
+    )
+
+
 def test_file_pipe_and_option_give_the_same_text(folder, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("Now these are the names\n")
@@ -179,6 +205,8 @@ def test_the_shipped_model_finds_the_pass_key(method):
         (("--prompt", "x" * 300), "shorten the prompt"),
         (("--prompt", "x", "--implementation", "triton"), "use auto, xla"),
         (("--prompt", "x", "--chat"), "leave out --chat"),
+        (("--prompt", "x", "--method", "reference"), "a model with 2 loops has none to correct"),
+        (("--prompt", "x", "--method", "h2o", "--capture-loop", "0"), "cannot be combined with the selector H2O"),
     ],
 )
 def test_what_a_user_can_mend_is_said_in_one_line(folder, arguments, message):

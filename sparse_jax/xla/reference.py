@@ -74,10 +74,8 @@ def reference_consume(
     flat = (-1, *ids.shape[2:])  # each row is a group, each query head has keys of its own
     k, v = (pool[page, head, offset].reshape(*flat, pool.shape[-1]) for pool in (k_pages, v_pages))
     a, _, _ = masked_attention(q, k, v, present.reshape(flat)[:, None], None, None, scale=scale, soft_cap=None)
-    # Selected before the product: what a row does not use may hold NaN, in either direction of differentiation.
-    used = (counts > 0)[..., None, None]
-    m = jnp.where(used, mass[at][..., None], 0.0)
-    corrected = jnp.where(used, output[at] + m * a - contribution[at], 0.0)
+    corrected = output[at] + mass[at][..., None] * a - contribution[at]
+    corrected = jnp.where((counts > 0)[..., None, None], corrected, 0.0)
 
     def dense() -> jax.Array:
         attended = paged_attention(

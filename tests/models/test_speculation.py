@@ -1,0 +1,214 @@
+"""Rounds of self-speculation against plain decoding, and what a round leaves behind."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.decode import DecodeOptions
+from models.ouro import Ouro
+from models.speculation import Speculation
+from sparse_jax import paging, selectors
+from tests.models.speculation_setting import (
+    CONFIG,
+    PAGE_SIZE,
+    assert_same_text,
+    one_round,
+    plain,
+    prompts,
+    speculate,
+    start,
+)
+
+BOUND = 1e-4  # two logits as close as this may change places where rows are batched differently
+REQUESTS, STOP = 64, (7, 23)
+NEVER = DecodeOptions(selector=selectors.get("dense"))
+STOPPING = dataclasses.replace(NEVER, stop_ids=STOP)
+SPECULATION = Speculation(drafts=3, draft_loops=2)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Ouro:
+    return Ouro(CONFIG, rngs=nnx.Rngs(0))
+
+
+def limits(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 22, REQUESTS).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "drafts"), [(1, 1), (2, 1), (1, 3), (2, 3), (1, 8), (2, 8)])
+def test_hundreds_of_prompts_get_the_tokens_of_plain_decoding(model, d, drafts):
+    """Prompts of 1 to 14 tokens, limits from 1 to 21, ends in mid-round by limit, and one time by stop tokens."""
+    speculation, different, accepted = Speculation(drafts=drafts, draft_loops=d), 0, []
+    options = STOPPING if speculation == SPECULATION else NEVER
+    for seed in range(4):
+        texts = prompts(seed, REQUESTS)
+        state = start(model, texts, limits(seed), options)
+        expected, after = plain(model, state, 21, options)
+        found, state, outs = speculate(model, state, speculation, options)
+        different += assert_same_text(model, texts, expected, found, BOUND)
+        np.testing.assert_array_equal(state.done, True)
+        if found == expected:
+            np.testing.assert_array_equal(state.generated, after.generated)
+            np.testing.assert_array_equal(state.paged.table.lengths, after.paged.table.lengths)
+            assert int(state.paged.pool.free_count) == int(after.paged.pool.free_count)
+        accepted += [np.asarray(out.accepted) for out in outs]
+        assert sum(int(out.stale) for out in outs) == 0
+    assert different <= 2  # of 256
+    accepted = np.concatenate(accepted)
+    assert {0, 1} <= set(accepted.tolist())  # not all of it trivial
+
+
+def wrong(tokens):
+    return (np.asarray(tokens) + 1) % CONFIG.vocab_size
+
+
+def drafted(model, state, drafts, options=NEVER):
+    """What plain decoding would choose next, as candidates: i32[B, K + 1]."""
+    tokens, _ = plain(model, state, 21, options)
+    return np.array([(row + [0] * 30)[: drafts + 1] for row in tokens], np.int32)
+
+
+def forced(truth, accepted):
+    """Candidates i32[B, K] of which the first accepted[b] are right, and none of the others."""
+    right = np.arange(truth.shape[1] - 1) < np.asarray(accepted)[:, None]
+    return np.where(right, truth[:, :-1], wrong(truth[:, :-1]))
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_rejection_at_every_index(model, d):
+    """Request b has b % 9 of its 8 drafts right: 0 to all of them, in one round."""
+    state = start(model, prompts(9, REQUESTS), 40, NEVER)
+    truth, accepted = drafted(model, state, 8), np.arange(REQUESTS) % 9
+    before = np.asarray(state.paged.table.lengths)
+    state, out = one_round(model, state, Speculation(drafts=8, draft_loops=d), NEVER, forced=forced(truth, accepted))
+    np.testing.assert_array_equal(out.accepted, accepted)
+    np.testing.assert_array_equal(out.drafted, 8)
+    row = np.arange(9)
+    np.testing.assert_array_equal(out.tokens, np.where(row <= accepted[:, None], truth, -1))
+    np.testing.assert_array_equal(state.paged.table.lengths, before + accepted + 1)
+    np.testing.assert_array_equal(state.tokens, truth[np.arange(REQUESTS), accepted])
+    held = (np.asarray(state.paged.table.pages) >= 0).sum(axis=1)
+    np.testing.assert_array_equal(held, -(-(before + accepted + 1) // PAGE_SIZE))
+    assert int(state.paged.pool.free_count) == state.paged.kv.pages - held.sum()
+
+
+def test_a_draft_that_is_always_right_and_one_that_is_always_wrong_give_the_same_text(model):
+    states = [start(model, prompts(3, REQUESTS), 21)] * 2
+    tokens = [[[] for _ in range(REQUESTS)] for _ in states]
+    for round_ in range(20):
+        for which, state in enumerate(states):
+            truth = drafted(model, state, 3)
+            state, out = one_round(model, state, SPECULATION, NEVER, forced=forced(truth, [3 * which] * REQUESTS))
+            states[which] = state
+            for text, row in zip(tokens[which], np.asarray(out.tokens)):
+                text += [x for x in row.tolist() if x >= 0]
+            if round_ < 5:
+                np.testing.assert_array_equal(out.accepted, 3 * which)
+    assert tokens[0] == tokens[1]
+    np.testing.assert_array_equal(states[0].generated, states[1].generated)
+
+
+def test_a_stop_token_ends_a_request_inside_the_round(model):
+    """All drafts are right, so what stops a request is the stop token, in any row; nothing behind it stays."""
+    state = start(model, prompts(0, REQUESTS), 40, STOPPING)
+    went_on = {True: 0, False: 0}
+    for _ in range(4):
+        truth, before = drafted(model, state, 3), np.asarray(state.paged.table.lengths)
+        running = ~np.asarray(state.done)
+        ends = np.isin(np.asarray(one_round(model, state, SPECULATION, NEVER, forced=truth[:, :-1])[1].tokens), STOP)
+        state, out = one_round(model, state, SPECULATION, STOPPING, forced=truth[:, :-1])
+        for b in np.flatnonzero(running & ends.any(axis=1)):
+            row = int(ends[b].argmax())
+            assert int(out.accepted[b]) == row
+            assert bool(state.done[b])
+            assert int(state.paged.table.lengths[b]) == before[b] + row + 1
+            assert (np.asarray(out.tokens[b]) >= 0).sum() == row
+            went_on[row < 3] += 1
+    assert went_on[True] > 2  # in the middle of a round
+
+
+def test_limits_cut_the_drafts(model):
+    state = start(model, prompts(1, REQUESTS), [1, 2, 3, 4, 5, 6, 7, 8] * 8, NEVER)
+    _, out = one_round(model, state, SPECULATION, NEVER)
+    np.testing.assert_array_equal(out.drafted, [0, 0, 1, 2, 3, 3, 3, 3] * 8)
+    np.testing.assert_array_equal(np.asarray(out.accepted) < 0, [True, *[False] * 7] * 8)  # the first are done
+    tokens, state, _ = speculate(model, state, SPECULATION, NEVER)
+    assert [len(text) for text in tokens] == [0, 1, 2, 3, 4, 5, 6, 7] * 8
+    np.testing.assert_array_equal(state.generated, [1, 2, 3, 4, 5, 6, 7, 8] * 8)
+
+
+def test_a_full_table_ends_the_drafts_and_not_the_text(model):
+    """Tables of 64 tokens: plain decoding fills them to the last place, and so do rounds."""
+    texts = [text[:2] for text in prompts(2, REQUESTS)]
+    state = start(model, texts, 1000, NEVER)
+    expected, plain_state = plain(model, state, 66, NEVER)
+    tokens, rounds = [[] for _ in texts], 0
+    while rounds < 70 and not (np.asarray(state.paged.table.status) == paging.TABLE_FULL).all():
+        state, out = one_round(model, state, SPECULATION, NEVER)
+        rounds += 1
+        for text, row in zip(tokens, np.asarray(out.tokens)):
+            text += [x for x in row.tolist() if x >= 0]
+    assert assert_same_text(model, texts, expected, tokens, BOUND) <= 1
+    np.testing.assert_array_equal(state.paged.table.lengths, plain_state.paged.table.lengths)
+    np.testing.assert_array_equal(state.paged.table.lengths, 64)
+
+
+def test_pages_for_one_token_only_make_a_plain_step_and_without_any_a_request_waits(model):
+    """The first requests get pages for their token first; drafts get what is left."""
+    texts = [[1, 2, 3, 4]] * REQUESTS  # a full page: the next token needs one more, and the fifth from here another
+    state = start(model, texts, 40, NEVER)
+    tight = dataclasses.replace(state.paged.pool, free_count=jnp.int32(REQUESTS - 1))
+    state = dataclasses.replace(state, paged=dataclasses.replace(state.paged, pool=tight))
+    five = Speculation(drafts=8, draft_loops=1)
+    after, out = one_round(model, state, five, NEVER, forced=np.full((REQUESTS, 8), 0))
+    np.testing.assert_array_equal(out.drafted, 0)
+    np.testing.assert_array_equal(out.accepted, [0] * (REQUESTS - 1) + [-1])
+    np.testing.assert_array_equal(after.paged.table.status, [paging.OK] * (REQUESTS - 1) + [paging.OUT_OF_PAGES])
+    np.testing.assert_array_equal(after.paged.table.lengths, [5] * (REQUESTS - 1) + [4])
+    assert int(after.generated[-1]) == 1
+    assert int(after.paged.pool.free_count) == 0
+    expected = drafted(model, start(model, texts, 40, NEVER), 8)
+    np.testing.assert_array_equal(out.tokens[:-1, 0], expected[:-1, 0])
+
+
+def test_a_cancelled_request_gives_its_pages_back_and_the_others_go_on(model):
+    texts = prompts(5, REQUESTS)
+    state = start(model, texts, 21, NEVER)
+    undisturbed, _, _ = speculate(model, state, SPECULATION, NEVER)
+    state, first = one_round(model, state, SPECULATION, NEVER)
+    gone = jnp.arange(REQUESTS) % 2 == 0
+    paged, stale = paging.release(state.paged, gone)
+    state = dataclasses.replace(state, paged=paged, done=state.done | gone)
+    found, state, outs = speculate(model, state, SPECULATION, NEVER)
+    assert int(stale) + sum(int(out.stale) for out in outs) == 0
+    for b, text in enumerate(found):
+        begun = [x for x in first.tokens[b].tolist() if x >= 0]
+        assert begun + text == (begun if b % 2 == 0 else undisturbed[b])
+    held = -(-np.asarray(state.paged.table.lengths) // PAGE_SIZE)
+    assert held[::2].sum() == 0
+    assert int(state.paged.pool.free_count) == state.paged.kv.pages - held.sum()
+
+
+def test_what_cannot_be_taken_back_is_refused_by_name():
+    for name, options in (("h2o", {}), ("tova", {}), ("snapkv", {}), ("rocketkv", {}), ("oracle", {})):
+        selector = selectors.get(name, **options)
+        with pytest.raises(ValueError, match=type(selector).__name__):
+            SPECULATION.check(4, selector)
+    for name in ("dense", "quest", "centroid", "lserve", "window", "random", "h2o_sparse_attention"):
+        SPECULATION.check(4, selectors.get(name))
+    with pytest.raises(ValueError, match="the model has 2"):
+        SPECULATION.check(2, selectors.get("dense"))
+    for options in ({"drafts": 0}, {"drafts": True}, {"draft_loops": 0}, {"drafts": 1.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+            Speculation(**options)

@@ -1,4 +1,4 @@
-"""The console app `sparse-jax`: generate, fetch, evaluate, train, info, bench, tune.
+"""The console app `sparse-jax`: generate, fetch, evaluate, evaluate-correction, train, info, bench, tune.
 
 Heavy imports wait until a command runs, so that --help is quick.
 """
@@ -344,6 +344,15 @@ def tune(context: typer.Context) -> None:
 def evaluate(context: typer.Context) -> None:
     """Measure what each method costs in quality, on generated questions over a sparse cache."""
     from models.evaluation.command import evaluate as measure
+
+    pass_on(measure, context)
+
+
+@app.command("evaluate-correction", add_help_option=False, context_settings=PASSED_ON)
+@explained
+def evaluate_correction(context: typer.Context) -> None:
+    """Measure what reference correction costs in quality, on held-out text and generated questions."""
+    from models.evaluation.correction_command import evaluate_correction as measure
 
     pass_on(measure, context)
 

@@ -162,7 +162,7 @@ def _decode_output(model: LoopedModel, output: LoopOutput, cache: Cache, thresho
         threshold, step = model.config.exit_threshold, model.config.exit_step
     threshold = model.config.exit_threshold if threshold is None else threshold
     hidden, loop = select_exit(output.hidden[:, :, 0], output.gate_logits[:, :, 0], threshold=threshold, step=step)
-    state = cache.paged, cache.selector, cache.reads, cache.stale, cache.references
+    state: Any = cache.paged, cache.selector, cache.reads, cache.stale, cache.references
     return DecodeOutput(model.logits(hidden), loop, *state)
 
 

@@ -14,10 +14,22 @@ import jax
 import jax.numpy as jnp
 
 from models.interface import Attend, LoopedModel, LoopOutput
-from models.reference import CAPTURE, CONSUME, SELECT, ReferenceCorrection, capture, consume
-from sparse_jax import Reference, paging
+from models.reference import (
+    CAPTURE,
+    CONSUME,
+    SELECT,
+    ReferenceCorrection,
+    capture,
+    capture_leased,
+    consume,
+    consume_leased,
+)
+from sparse_jax import Reference, paging, reference_store
 from sparse_jax.paging import PagedState
+from sparse_jax.reference_store import Lease, Plan, ReferenceStore
 from sparse_jax.selectors import Attended, Selector
+
+PLANNED = {CAPTURE: reference_store.CAPTURE, CONSUME: reference_store.CONSUME}  # the same in the plans of a store
 
 AttendPlane = Callable[..., Attended]
 """(selector, selector_state, plane i32[], q [B, T, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
@@ -35,12 +47,16 @@ class Cache(NamedTuple):
     selector: Any
     reads: jax.Array  # i32[planes, B] tokens read, summed over the KV heads
     stale: jax.Array  # i32[]
-    references: Reference | None = None  # layer * rows + row; None without reference correction
+    # layer * rows + row, or slots that outlive the step; None without reference correction
+    references: Reference | ReferenceStore | None = None
     keys: jax.Array | None = None  # [planes, B, rows, Hkv, D] as they were computed, where a caller wants them back
 
     @staticmethod
     def of(
-        paged: PagedState, selector: Any, references: Reference | None = None, keys: jax.Array | None = None
+        paged: PagedState,
+        selector: Any,
+        references: Reference | ReferenceStore | None = None,
+        keys: jax.Array | None = None,
     ) -> Cache:
         """Before the first plane."""
         reads = jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
@@ -69,6 +85,8 @@ class Step:
     column: Any = 0  # of the first row in `Cache.keys`
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention through the selector
 
+    lease: Lease | None = None  # of the rows' slots, [B, T], where `Cache.references` is a store
+
     def run(
         self, h: jax.Array, positions: jax.Array, cache: Cache, first: int = 0, last: int | None = None
     ) -> tuple[LoopOutput, Cache]:
@@ -76,7 +94,8 @@ class Step:
         last = self.model.config.loops if last is None else last
         found = []
         for start, end, mode in self._segments(first, last):
-            output, cache = self.model.loops(h, positions, self._attend(mode), cache, first=start, last=end)
+            attend, cache = self._attend(mode, cache)
+            output, cache = self.model.loops(h, positions, attend, cache, first=start, last=end)
             h = output.hidden[-1]
             found.append(output)
         return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), cache
@@ -87,13 +106,14 @@ class Step:
         cut = [(max(a, first), min(b, last), mode) for a, b, mode in self.reference.segments(self.model.config.loops)]
         return [segment for segment in cut if segment[0] < segment[1]]
 
-    def _places(self, references: Reference, layer: jax.Array, q: jax.Array) -> jax.Array:
-        if self.places is None:
-            return layer * (q.shape[0] * q.shape[1])
-        of_layer = references.count.shape[0] // self.model.config.num_layers
-        return jnp.where(self.places >= 0, layer * of_layer + self.places, -1)
+    def _attend(self, mode: int, cache: Cache) -> tuple[Attend, Cache]:
+        """What the planes of loops of one mode do; their plan counts the stale slots of the rows."""
+        plan = None
+        if mode != SELECT and isinstance(cache.references, ReferenceStore):
+            assert self.lease is not None
+            plan, stale = reference_store.plan(cache.references, self.lease, PLANNED[mode])
+            cache = cache._replace(stale=cache.stale + stale)
 
-    def _attend(self, mode: int) -> Attend:
         def attend(plane, q, k, v, cache: Cache):
             cache = cache.after(self.selector.store(cache.paged, cache.selector, plane, self.room, k, v))
             if cache.keys is not None:
@@ -103,31 +123,39 @@ class Step:
             view = paging.view(cache.paged, plane)
             lengths = view.lengths if self.lengths is None else self.lengths
             view = dataclasses.replace(view, lengths=jnp.where(self.takes_part, lengths, 0))
+            cache = cache._replace(stale=cache.stale + view.stale)
             arguments = q, *paging.flat(cache.paged.kv), view
-            layer = plane % self.model.config.num_layers
-            if mode == SELECT:
-                attended = self.attend(
-                    self.selector,
-                    cache.selector,
-                    plane,
-                    *arguments,
-                    implementation=self.implementation,
-                    **self.options,
-                )
-                out, read = attended.output.out, attended.tokens_read
-                cache = cache._replace(selector=attended.state)
-            elif mode == CAPTURE:
-                assert self.reference is not None
-                assert cache.references is not None
-                at = self._places(cache.references, layer, q)
-                out, new, read = capture(self.reference, cache.references, at, *arguments, self.implementation)
-                cache = cache._replace(references=new)
-            else:
-                assert mode == CONSUME
-                assert cache.references is not None
-                at = self._places(cache.references, layer, q)
-                out, read = consume(cache.references, at, *arguments, self.implementation)
-            reads = cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32))
-            return out, cache._replace(reads=reads, stale=cache.stale + view.stale)
+            out, read, cache = (self._select if mode == SELECT else self._refer(mode, plan))(plane, arguments, cache)
+            return out, cache._replace(reads=cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32)))
 
-        return attend
+        return attend, cache
+
+    def _select(self, plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+        options = {"implementation": self.implementation} | self.options
+        attended = self.attend(self.selector, cache.selector, plane, *arguments, **options)
+        return attended.output.out, attended.tokens_read, cache._replace(selector=attended.state)
+
+    def _refer(self, mode: int, plan: Plan | None) -> Callable[..., tuple[jax.Array, jax.Array, Cache]]:
+        def refer(plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+            references: Any = cache.references
+            layer, stale = plane % self.model.config.num_layers, jnp.int32(0)
+            rest: Any = (*arguments, self.implementation)
+            assert self.reference is not None
+            if plan is not None and mode == CAPTURE:
+                out, references, read, stale = capture_leased(self.reference, references, plan, layer, *rest)
+            elif plan is not None:
+                out, read, stale = consume_leased(references, plan, layer, *rest)
+            elif mode == CAPTURE:
+                at = self._places(references, layer, arguments[0])
+                out, references, read = capture(self.reference, references, at, *rest)
+            else:
+                out, read = consume(references, self._places(references, layer, arguments[0]), *rest)
+            return out, read, cache._replace(references=references, stale=cache.stale + stale)
+
+        return refer
+
+    def _places(self, references: Reference, layer: jax.Array, q: jax.Array) -> jax.Array:
+        if self.places is None:
+            return layer * (q.shape[0] * q.shape[1])
+        of_layer = references.count.shape[0] // self.model.config.num_layers
+        return jnp.where(self.places >= 0, layer * of_layer + self.places, -1)

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from models.interface import ModelConfig
-from sparse_jax import Reference, reference_capture, retained_count, retained_counts
+from sparse_jax import Reference, reference_capture, reference_store, retained_count, retained_counts
 from sparse_jax.attention_call import Call
 from sparse_jax.paging import PageView
 from sparse_jax.reference import consume_rows, keys_seen
+from sparse_jax.reference_store import Plan, ReferenceStore
 
 SELECT, CAPTURE, CONSUME = 0, 1, 2  # what a loop does
 
@@ -103,13 +104,15 @@ def capture(
     at: i32[B, T] where it goes, -1 for nowhere; or i32[] where the first one goes, and the others behind it.
     Returns (out [B, T, Hq, D], references, i32[B, 1] tokens read, summed over the KV heads: once for all rows).
     """
-    tokens = view.page_table.shape[-1] * k_pages.shape[2]
-    seen = keys_seen(view.lengths, q.shape[1], tokens)
-    counts = jnp.asarray(retained_counts(tokens, correction.retention))[seen]
+    seen, counts = _counts(correction, q, k_pages, view)
     output, new = reference_capture(
         q, k_pages, v_pages, view.page_table, view.lengths, counts,
         capacity=references.indices.shape[-1], implementation=implementation,
     )  # fmt: skip
+
+    # The next layer waits for what is kept of this one: else XLA may write into the pool while values are still read
+    # for it, and so copy the pool.
+    out, new = jax.lax.optimization_barrier((output.out, new))
 
     def put(old: jax.Array, rows: jax.Array) -> jax.Array:
         if at.ndim == 0:
@@ -117,7 +120,7 @@ def capture(
         # "drop" mode lets -1 wrap, so what goes nowhere goes past the end.
         return old.at[jnp.where(at >= 0, at, old.shape[0]).reshape(-1)].set(rows, mode="drop")
 
-    return output.out, jax.tree.map(put, references, new.flat(2)), seen[:, -1:] * k_pages.shape[1]
+    return out, jax.tree.map(put, references, new.flat(2)), seen[:, -1:] * k_pages.shape[1]
 
 
 def consume(
@@ -139,7 +142,57 @@ def consume(
     out = consume_rows(
         call, view.page_table, view.lengths, references, rows, None, implementation=implementation, config=None
     )
-    tokens = view.page_table.shape[-1] * k_pages.shape[2]
     count = jnp.where(rows >= 0, references.count[jnp.maximum(rows, 0)], 0)
-    full = count == keys_seen(view.lengths, q.shape[1], tokens)
-    return out, count * jnp.where(full, k_pages.shape[1], q.shape[2])
+    return out, _read(count, q, k_pages, view)
+
+
+def capture_leased(
+    correction: ReferenceCorrection,
+    store: ReferenceStore,
+    plan: Plan,
+    layer: jax.Array,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    view: PageView,
+    implementation: str | None,
+) -> tuple[jax.Array, ReferenceStore, jax.Array, jax.Array]:
+    """`capture` of one layer into slots of a store. Returns (out, store, tokens read, stale i32[])."""
+    seen, counts = _counts(correction, q, k_pages, view)
+    output, store, stale = reference_store.capture(
+        store, plan, layer, q, k_pages, v_pages, view.page_table, view.lengths, counts, implementation=implementation
+    )
+    return output.out, store, seen[:, -1:] * k_pages.shape[1], stale
+
+
+def consume_leased(
+    store: ReferenceStore,
+    plan: Plan,
+    layer: jax.Array,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    view: PageView,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`consume` of one layer from slots of a store. Returns (out, tokens read, stale i32[] with uncaptured rows)."""
+    out, stale, uncaptured = reference_store.consume(
+        store, plan, layer, q, k_pages, v_pages, view.page_table, view.lengths, implementation=implementation
+    )
+    count = jnp.where(plan.slots >= 0, store.references.count[jnp.maximum(plan.slots, 0), layer], 0)
+    return out, _read(count, q, k_pages, view), stale + uncaptured
+
+
+def _counts(
+    correction: ReferenceCorrection, q: jax.Array, k_pages: jax.Array, view: PageView
+) -> tuple[jax.Array, jax.Array]:
+    """Keys that each row sees, and how many of them it keeps: i32[B, T] each."""
+    tokens = view.page_table.shape[-1] * k_pages.shape[2]
+    seen = keys_seen(view.lengths, q.shape[1], tokens)
+    return seen, jnp.asarray(retained_counts(tokens, correction.retention))[seen]
+
+
+def _read(count: jax.Array, q: jax.Array, k_pages: jax.Array, view: PageView) -> jax.Array:
+    """Tokens that corrected rows read, summed over the heads: i32[B, T] of the counts of their references."""
+    full = count == keys_seen(view.lengths, q.shape[1], view.page_table.shape[-1] * k_pages.shape[2])
+    return count * jnp.where(full, k_pages.shape[1], q.shape[2])

@@ -11,7 +11,9 @@ A round of K drafts, d of U loops deep, for requests whose next input is token s
 So a round yields 1 to K + 1 tokens, those that plain decoding would give, and runs the deeper loops once. Lengths,
 positions and acceptance stay on the device: rounds are one `lax.scan`, and nothing in them waits for the host.
 
-Rows. A request drafts less than K where its limit, its table or the free pages end; rows behind are padding: they are
+Pages that a selector chooses are those of all rows together, so drafts have a say in them, as in any batch of rows.
+
+A request drafts less than K where its limit, its table or the free pages end; rows behind are padding: they are
 no part of the cache, and repeat the last real row wherever pages are chosen for all rows together.
 """
 
@@ -32,6 +34,7 @@ from models.loops import Cache, Step
 from models.reference import empty_references
 from sparse_jax import Reference, paging
 from sparse_jax.paging import PagedState, Reservation
+from sparse_jax.reference_store import Lease, ReferenceStore
 from sparse_jax.selectors import Selector
 from sparse_jax.selectors.tokens import TokenSelector
 
@@ -110,6 +113,7 @@ class Room(NamedTuple):
     base: jax.Array  # i32[B] tokens in the cache before the round
     drafts: jax.Array  # i32[B] how many the request drafts, 0 .. K
     reservation: Reservation  # of K + 1 tokens
+    lease: Lease | None  # of K + 1 references, where they are in a store
     kept: Any  # the selector's state without any of these tokens
     working: Any  # the same for drafts and verification
 
@@ -118,6 +122,10 @@ class Room(NamedTuple):
         """The rows that are no padding, bool[B, K + 1]."""
         rows = jnp.arange(self.reservation.slots.shape[1], dtype=jnp.int32)
         return self.granted[:, None] & (rows <= self.drafts[:, None])
+
+    def of_real_rows(self) -> Lease | None:
+        """The lease without padding."""
+        return jax.tree.map(lambda x: jnp.where(self.real, x, -1), self.lease)
 
 
 def speculative_round(
@@ -131,16 +139,33 @@ def speculative_round(
 
     Raises ValueError where `Speculation.check` does.
     """
+    return leased_round(model, state, options, speculation, None, None)[:2]
+
+
+def leased_round(
+    model: LoopedModel,
+    state: DecodeState,
+    options: DecodeOptions,
+    speculation: Speculation,
+    store: ReferenceStore | None,
+    lease: Lease | None,
+) -> tuple[DecodeState, RoundOutput, ReferenceStore | None]:
+    """`speculative_round` with its references in a store, where there is one; also returns the store.
+
+    lease: [B, K + 1], a slot of each row. A request without a slot for its first row takes no part. The lease is the
+    caller's to accept and to release.
+    """
     speculation.check(model.config.loops, options.selector)
-    paged, room = _reserve(model, state, options.selector, speculation.drafts)
-    cache = _cache(model, options, paged, room)
+    paged, room = _reserve(model, state, options.selector, speculation.drafts, lease)
+    cache = _cache(model, options, paged, room, store)
     candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
     output, cache = _verify(model, options, speculation, room, drafted, cache)
     hidden, exit_loop = _exits(model, output, options)
     tokens, accepted = speculation_accept.accept(
         model.logits(hidden), candidates, q, room.drafts, state.keys, state.generated, options.sampling
     )
-    return _commit(state, options, room, cache, tokens, accepted, exit_loop)
+    state, out = _commit(state, options, room, cache, tokens, accepted, exit_loop)
+    return state, out, cache.references if isinstance(cache.references, ReferenceStore) else None
 
 
 def speculate_chunk(
@@ -163,9 +188,12 @@ def speculate_chunk(
     return jax.lax.scan(one, state, None, length=rounds)
 
 
-def _reserve(model: LoopedModel, state: DecodeState, selector: Selector, drafts: int) -> tuple[PagedState, Room]:
+def _reserve(
+    model: LoopedModel, state: DecodeState, selector: Selector, drafts: int, lease: Lease | None
+) -> tuple[PagedState, Room]:
     """Room for one token of each request that runs, as in a plain step, and then for its drafts."""
     running = state.started & ~state.done
+    running = running if lease is None else running & (lease.slots[:, 0] >= 0)
     base = selector.next_positions(state.paged, state.selector)
     paged, kept, first = selector.reserve(state.paged, state.selector, running.astype(jnp.int32), 1)
     granted = running & (paged.table.status == paging.OK)
@@ -184,13 +212,15 @@ def _reserve(model: LoopedModel, state: DecodeState, selector: Selector, drafts:
         copied_to=first.copied_to,
     )
     got = jnp.sum(more.slots >= 0, axis=1, dtype=jnp.int32)
-    return paged, Room(granted, base, got, both, kept, working)
+    return paged, Room(granted, base, got, both, lease, kept, working)
 
 
-def _cache(model: LoopedModel, options: DecodeOptions, paged: PagedState, room: Room) -> Cache:
+def _cache(
+    model: LoopedModel, options: DecodeOptions, paged: PagedState, room: Room, store: ReferenceStore | None
+) -> Cache:
     """Before the first plane: references of every row, and where keys are kept for a selector that remembers some."""
-    rows, references, keys = room.real, None, None
-    if options.reference is not None:
+    rows, references, keys = room.real, store, None
+    if options.reference is not None and store is None:
         tokens = paged.table.pages.shape[1] * paged.kv.page_size
         references = empty_references(options.reference, model.config, rows.size, tokens)
     if jax.tree.leaves(room.kept):
@@ -212,7 +242,7 @@ def _draft(
     nothing = jnp.full_like(room.base, -1)
 
     def row(carry: tuple[jax.Array, Cache], x: tuple[jax.Array, ...]) -> Any:
-        (token, cache), (i, real, place, slot, incarnation) = carry, x
+        (token, cache), (i, real, place, slot, incarnation, lease) = carry, x
         step = Step(
             model=model,
             selector=options.selector,
@@ -224,6 +254,7 @@ def _draft(
             reference=options.reference,
             places=place[:, None],
             column=i,
+            lease=jax.tree.map(lambda one: one[:, None], lease),
         )
         positions = jnp.where(real, room.base + i, -1)[:, None]
         output, cache = step.run(model.embed(token[:, None]), positions, cache, 0, speculation.draft_loops)
@@ -232,7 +263,8 @@ def _draft(
         return (token, cache), (token, q, output)
 
     columns = jnp.arange(slots.shape[1], dtype=jnp.int32)
-    xs = columns, room.real.T, _places(room.real).T, slots.T, incarnations.T
+    by_row = room.real, _places(room.real), slots, incarnations, room.of_real_rows()
+    xs = columns, *jax.tree.map(jnp.transpose, by_row)
     (_, cache), (tokens, q, output) = jax.lax.scan(row, (state.tokens, cache), xs)
     hidden = jnp.moveaxis(output.hidden[:, :, :, 0], 0, 2)  # [d, B, K + 1, H]
     output = LoopOutput(hidden, jnp.moveaxis(output.gate_logits[..., 0], 0, 2))
@@ -261,6 +293,7 @@ def _verify(
         attend=options.attend,
         reference=options.reference,
         places=_places(room.real),
+        lease=room.of_real_rows(),
         options={"q_positions": positions},
     )
     h = jnp.take_along_axis(drafted.hidden[-1], last[..., None], axis=1)
@@ -317,7 +350,7 @@ def _commit(
         tokens_read=jnp.where(room.granted, cache.reads, 0),
         exit_loop=jnp.where(stays, exit_loop, -1),
         stale=cache.stale + stale,
-        retained=None if cache.references is None else _retained(cache.references, stays),
+        retained=None if cache.references is None else _retained(cache.references, room.lease, stays),
     )
 
 
@@ -338,9 +371,13 @@ def _noted(selector: Selector, room: Room, cache: Cache, stays: jax.Array) -> An
     return jax.lax.scan(note, room.kept, (jnp.moveaxis(cache.keys, 2, 0), slots))[0]
 
 
-def _retained(references: Reference, stays: jax.Array) -> jax.Array:
+def _retained(references: Reference | ReferenceStore, lease: Lease | None, stays: jax.Array) -> jax.Array:
     """Mass of the references of rows that stay: f32[2, B], the mean and the least; 1 for a request without."""
-    mass = references.mass.reshape(-1, *stays.shape, references.mass.shape[-1])  # [L, B, K + 1, Hq]
+    if isinstance(references, ReferenceStore):
+        assert lease is not None
+        mass = jnp.moveaxis(references.references.mass[jnp.maximum(lease.slots, 0)], 2, 0)  # [L, B, K + 1, Hq]
+    else:
+        mass = references.mass.reshape(-1, *stays.shape, references.mass.shape[-1])
     stays = stays[:, :, None]
     count = jnp.maximum(stays.sum(axis=(1, 2)), 1) * (mass.shape[0] * mass.shape[3])
     mean = jnp.where(stays, mass, 0.0).sum(axis=(0, 2, 3)) / count

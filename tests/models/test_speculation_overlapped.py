@@ -1,0 +1,191 @@
+"""Overlapped rounds: the host one round behind the device, two leases of references at once."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import speculation_overlapped
+from models.decode import DecodeOptions
+from models.ouro import Ouro
+from models.reference import ReferenceCorrection
+from models.sampling import Sampling
+from models.speculation import Speculation
+from models.speculation_overlapped import Overlapped
+from sparse_jax import paging, selectors
+from tests.models.speculation_setting import CONFIG, prompts, speculate, start
+
+REQUESTS, TOKENS = 16, 20
+STOP = (7, 11, 30, 41)
+OPTIONS = DecodeOptions(
+    selector=selectors.get("quest", budget=64), stop_ids=STOP, reference=ReferenceCorrection(retention=0.3)
+)
+SPECULATION = Speculation(drafts=3, draft_loops=2)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Ouro:
+    return Ouro(CONFIG, rngs=nnx.Rngs(3))
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What the synchronous rounds give, of prompts of which some stop early."""
+    with jax.default_matmul_precision("highest"):
+        tokens, _, _ = speculate(model, new(model), SPECULATION, OPTIONS)
+    assert len({len(text) for text in tokens}) > 2
+    return tokens
+
+
+def new(model, seed=0, limits=TOKENS):
+    return start(model, prompts(seed, REQUESTS), limits, OPTIONS)
+
+
+def nothing_is_held(rounds):
+    pool, store = rounds.state.paged.pool, rounds.held.store
+    assert int(pool.free_count) == rounds.state.paged.kv.pages
+    assert int(store.pool.free_count) == store.slots
+    assert int(store.pool.holders.sum()) == int(pool.holders.sum()) == 0
+    assert rounds.stale == 0
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What the host did, in order: rounds it dispatched and rounds it read."""
+    done: list[str] = []
+    for name in ("_start", "_read"):
+        plain = getattr(Overlapped, name)
+
+        def spied(self, name=name, plain=plain):
+            done.append(name)
+            return plain(self)
+
+        monkeypatch.setattr(Overlapped, name, spied)
+    return done
+
+
+def test_the_tokens_are_those_of_synchronous_rounds_and_nothing_is_held_in_the_end(model, expected, order):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    told: list[list[int]] = [[] for _ in range(REQUESTS)]
+    for new_tokens in rounds:
+        for text, more in zip(told, new_tokens):
+            text += more
+    assert told == rounds.tokens == expected
+    nothing_is_held(rounds)
+    # Round n + 1 is under way before round n is read.
+    assert order[:4] == ["_start", "_start", "_read", "_start"]
+    assert order.count("_start") == order.count("_read")
+    assert 0 < rounds.accepted < rounds.drafted
+    assert rounds.rounds < sum(map(len, expected))
+
+
+def test_two_rounds_hold_different_slots_and_the_older_goes_one_round_later(model):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    leases = []
+    for _ in range(5):
+        rounds._start()
+        lease, pool = jax.device_get((rounds.held.lease, rounds.held.store.pool))
+        leases.append(lease)
+        running = ~np.asarray(rounds.state.done)
+        assert (lease.slots[running] >= 0).all()
+        assert len(set(lease.slots[lease.slots >= 0].tolist())) == (lease.slots >= 0).sum()
+        # All of this round are live, and none of the one before.
+        assert (pool.incarnation[lease.slots[running]] == lease.incarnations[running]).all()
+        assert (pool.holders[lease.slots[running]] == 1).all()
+        assert int(pool.free_count) == len(pool.holders) - (lease.slots >= 0).sum()
+    for older, newer in itertools.pairwise(leases):
+        assert not set(older.slots.ravel().tolist()) & set(newer.slots[newer.slots >= 0].tolist())
+    list(rounds)
+    nothing_is_held(rounds)
+
+
+def test_rejected_rows_cannot_be_read_and_the_root_survives(model):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    rounds._start()
+    report, lease, count = jax.device_get((rounds._flying[0], rounds.held.lease, rounds.held.store.references.count))
+    stays = np.arange(4) <= np.maximum(report.accepted, 0)[:, None]
+    live = (count[np.maximum(lease.slots, 0)] > 0).all(axis=-1) & (lease.slots >= 0)
+    took_part = report.accepted >= 0
+    np.testing.assert_array_equal(live[took_part], stays[took_part])
+
+
+def test_a_cancelled_request_costs_the_round_under_way_and_gives_everything_back(model, expected):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    before = None
+    for count, _ in enumerate(rounds):
+        if count == 1:
+            rounds.cancel(range(0, REQUESTS, 2))
+            before = [list(text) for text in rounds.tokens]
+            assert len(rounds._flying) == 1  # they take part in this one
+    assert before is not None
+    for b in range(REQUESTS):
+        assert rounds.tokens[b] == (before[b] if b % 2 == 0 else expected[b])
+    nothing_is_held(rounds)
+
+
+def test_a_row_is_used_again_while_the_round_of_its_last_request_is_under_way(model, expected):
+    """The same row at once: the new request gets its own text, and none of what the old round brings."""
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    for count, _ in enumerate(rounds):
+        if count == 1:
+            break
+    again = prompts(0, REQUESTS)
+    rounds.submit({0: again[3], 2: again[5]}, TOKENS)
+    list(rounds)
+    first = {request: new(model).tokens[request] for request in (3, 5)}
+    for row, request in ((0, 3), (2, 5)):
+        assert rounds.tokens[row] == [int(first[request])] + expected[request]
+    assert [rounds.tokens[b] for b in (1, 3, 4)] == [expected[b] for b in (1, 3, 4)]
+    nothing_is_held(rounds)
+
+
+def test_want_of_pages_is_told_when_nobody_can_go_on_and_nothing_is_lost(model, expected):
+    state = new(model)
+    pool = dataclasses.replace(state.paged.pool, free_count=jnp.int32(6))
+    rounds = Overlapped(
+        model, dataclasses.replace(state, paged=dataclasses.replace(state.paged, pool=pool)), OPTIONS, SPECULATION
+    )
+    raised = 0
+    while True:
+        try:
+            for _ in rounds:
+                pass
+            break
+        except paging.OutOfPages as error:
+            raised += 1
+            rounds.cancel(error.requests[-4:])
+            assert raised < 8
+    assert raised
+    finished = [text for text, whole in zip(rounds.tokens, expected) if text == whole]
+    assert len(finished) >= REQUESTS - 4 * raised
+    assert all(whole[: len(text)] == text for text, whole in zip(rounds.tokens, expected))
+    assert int(rounds.held.store.pool.free_count) == rounds.held.store.slots
+    assert int(rounds.state.paged.pool.holders.sum()) == 0
+
+
+def test_rounds_do_not_compile_again(model):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    list(rounds)
+    before = speculation_overlapped._dispatch._cache_size()
+    again = Overlapped(model, new(model, seed=1, limits=list(range(1, REQUESTS + 1))), OPTIONS, SPECULATION)
+    list(again)
+    assert speculation_overlapped._dispatch._cache_size() == before == 1
+
+
+def test_sampling_exits_and_what_cannot_be_taken_back_are_refused(model):
+    state = new(model)
+    for change in ({"sampling": Sampling(temperature=1.0)}, {"exit_threshold": 0.5}, {"exit_step": 2}):
+        with pytest.raises(ValueError, match="greedy"):
+            Overlapped(model, state, dataclasses.replace(OPTIONS, **change), SPECULATION)
+    with pytest.raises(ValueError, match="H2O"):
+        Overlapped(model, state, dataclasses.replace(OPTIONS, selector=selectors.get("h2o")), SPECULATION)

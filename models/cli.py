@@ -133,6 +133,24 @@ CaptureLoopOption = Annotated[
         "Give it twice to pick anew in a later loop.",
     ),
 ]
+SpeculateOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="K",
+        help="Draft K tokens with the first loops of a looped model and verify them at once: several tokens a round, "
+        "those that it would have said anyway.",
+    ),
+]
+DraftLoopsOption = Annotated[int | None, typer.Option(min=1, help="Loops of a draft, for --speculate; 2 unless given.")]
+PromptFileOption = Annotated[Path | None, typer.Option(help="A file with the text to continue; - is standard input.")]
+BatchFileOption = Annotated[
+    Path | None,
+    typer.Option(help='Many prompts: one on each line, or a .jsonl file of {"prompt": ...}, answered as .jsonl.'),
+]
+DemoOption = Annotated[
+    str | None, typer.Option(help="A built-in prompt with a known answer: passkey (2,000 bytes hide a number).")
+]
 ImplementationOption = Annotated[
     Implementation,
     typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
@@ -158,17 +176,12 @@ def generate(
     budget: BudgetOption = "256",
     retention: RetentionOption = None,
     capture_loop: CaptureLoopOption = None,
+    speculate: SpeculateOption = None,
+    draft_loops: DraftLoopsOption = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A file with the text to continue; - is standard input.")
-    ] = None,
-    batch_file: Annotated[
-        Path | None,
-        typer.Option(help='Many prompts: one on each line, or a .jsonl file of {"prompt": ...}, answered as .jsonl.'),
-    ] = None,
-    demo: Annotated[
-        str | None, typer.Option(help="A built-in prompt with a known answer: passkey (2,000 bytes hide a number).")
-    ] = None,
+    prompt_file: PromptFileOption = None,
+    batch_file: BatchFileOption = None,
+    demo: DemoOption = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message to a model that was trained to chat.")
     ] = False,
@@ -193,7 +206,7 @@ def generate(
 
     Example: `sparse-jax generate --prompt "In the beginning" --temperature 0.8 --method dense`
 
-    Example: `sparse-jax generate --demo passkey --method reference --retention 0.1`
+    Example: `sparse-jax generate --demo passkey --method reference --retention 0.1 --speculate 4`
 
     Example: `sparse-jax generate --model smollm2-135m --chat --prompt "What is the capital of France?"`
     """
@@ -208,6 +221,8 @@ def generate(
         budget=budget,
         retention=retention,
         capture_loops=capture_loop,
+        drafts=speculate,
+        draft_loops=draft_loops,
         chat_template=chat,
         max_tokens=max_tokens or (24 if demo else 128),
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),

@@ -14,6 +14,7 @@ from models.generate import Chunk, Generation, Stats, generate
 from models.prompts import Prompts
 from models.reference import ReferenceCorrection
 from models.sampling import Sampling
+from models.speculation import Speculation
 from sparse_jax import selectors
 from sparse_jax.selectors import Selector
 
@@ -37,19 +38,18 @@ def run(
     implementation: str | None,
     retention: float | None = None,
     capture_loops: Sequence[int] | None = None,
+    drafts: int | None = None,
+    draft_loops: int | None = None,
 ) -> Stats:
     """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
 
     chat_template: the prompts are messages to a model that was trained to chat. retention, capture_loops: of reference
-    correction, see `reading`.
+    correction, see `reading`. drafts, draft_loops: of self-speculation; no drafts, no speculation.
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
-    if implementation == "triton" and jax.default_backend() != "gpu":
-        raise ValueError(
-            f"--implementation triton is a GPU kernel, and JAX runs on {jax.default_backend()} here; "
-            "use auto, xla or (slow, for tests) interpret"
-        )
+    check_implementation(implementation)
     selector, reference = reading(method, budget, retention, capture_loops)
+    speculation = drafting(drafts, draft_loops)
     place = checkpoints.resolve(model)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
@@ -63,8 +63,7 @@ def run(
     loops = f"{config.loops} loops of " if config.loops > 1 else ""
     console.print(
         f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; "
-        f"each step reads {share_read(method, budget, reference)}[/]",
+        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget, reference)}[/]",
         soft_wrap=True,
     )
     generation = generate(
@@ -77,22 +76,21 @@ def run(
         exit_threshold=exit_threshold,
         implementation=implementation,
         reference=reference,
+        speculation=speculation,
     )
-    chunks = iter(generation)
-    with console.status("compiling and reading the prompt"):
-        first = list(itertools.islice(chunks, 2))  # the prompt's chunk and the first of decoding: both compile
-    if prompts.batch:
-        for _ in chunks:
-            pass
-        show_batch(prompts, generation, tokenizer)
-    else:
-        console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end="", soft_wrap=True)
-        text = show_stream(itertools.chain(first, chunks), tokenizer)
-        if prompts.answer is not None:
-            console.print(verdict(text, prompts.answer))
+    show(prompts, generation, tokenizer, console)
     stats = generation.stats()
     console.print(f"[dim]{escape(closing_line(stats, reference))}[/]", soft_wrap=True)
     return stats
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError for the GPU kernels where there is no GPU."""
+    if implementation == "triton" and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"--implementation triton is a GPU kernel, and JAX runs on {jax.default_backend()} here; "
+            "use auto, xla or (slow, for tests) interpret"
+        )
 
 
 def reading(
@@ -115,6 +113,13 @@ def reading(
     return selector, ReferenceCorrection(retention=0.1 if retention is None else retention, capture_loops=loops)
 
 
+def drafting(drafts: int | None, draft_loops: int | None) -> Speculation | None:
+    """What is drafted; None: nothing. Raises ValueError for loops of no drafts."""
+    if drafts is None and draft_loops is not None:
+        raise ValueError(f"--draft-loops {draft_loops} belongs to --speculate: how many tokens to draft")
+    return None if drafts is None else Speculation(drafts=drafts, draft_loops=draft_loops or 2)
+
+
 def share_read(method: str, budget: int | float, reference: ReferenceCorrection | None = None) -> str:
     """What each step reads of the cache, in words."""
     if method in ("dense", REFERENCE):
@@ -129,6 +134,22 @@ def share_read(method: str, budget: int | float, reference: ReferenceCorrection 
     words += f" up to loop {first}" if method in ("dense", REFERENCE) else f" before loop {first}, all of it there"
     words += f", and {100 * reference.retention:g} % of the keys in the loops after it"
     return words + "".join(f"; loop {loop} reads all and picks anew" for loop in later)
+
+
+def show(prompts: Prompts, generation: Generation, tokenizer: tokenizers.Tokenizer, console: Console) -> None:
+    """Runs a generation to its end and writes what it says; a single prompt is streamed, with its end before it."""
+    chunks = iter(generation)
+    with console.status("compiling and reading the prompt"):
+        first = list(itertools.islice(chunks, 2))  # the prompt's chunk and the first of decoding: both compile
+    if prompts.batch:
+        for _ in chunks:
+            pass
+        show_batch(prompts, generation, tokenizer)
+    else:
+        console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end="", soft_wrap=True)
+        text = show_stream(itertools.chain(first, chunks), tokenizer)
+        if prompts.answer is not None:
+            console.print(verdict(text, prompts.answer))
 
 
 def show_stream(chunks: Iterable[Chunk], tokenizer: tokenizers.Tokenizer) -> str:
@@ -164,7 +185,7 @@ def verdict(text: str, answer: str) -> str:
 
 
 def closing_line(stats: Stats, reference: ReferenceCorrection | None = None) -> str:
-    """Speed, share of the KV cache that was read, what reference correction kept, and peak memory."""
+    """Speed, share of the KV cache that was read, what correction kept and speculation won, and peak memory."""
     parts = [f"{stats.tokens} tokens"]
     if stats.tokens_per_second is not None:
         parts.append(f"{stats.tokens_per_second:.1f} tokens/s (and {stats.compile_seconds:.1f} s to compile)")
@@ -177,6 +198,10 @@ def closing_line(stats: Stats, reference: ReferenceCorrection | None = None) -> 
         parts.append(
             f"references of {100 * reference.retention:g} % of the keys held {100 * stats.retained_mass:.1f} % of the "
             f"attention where they were captured ({100 * stats.retained_mass_least:.1f} % in the worst head)"
+        )
+    if stats.acceptance is not None and stats.tokens_per_round is not None:
+        parts.append(
+            f"{100 * stats.acceptance:.0f} % of the drafts accepted, {stats.tokens_per_round:.2f} tokens a round"
         )
     if stats.peak_memory_bytes is not None:
         parts.append(f"peak memory of the {stats.peak_memory_of} {stats.peak_memory_bytes / 2**20:,.0f} MiB")

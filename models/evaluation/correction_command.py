@@ -13,8 +13,8 @@ def evaluate_correction(
         "ouro-tiny"
     ),
     tasks: Annotated[
-        str, typer.Option(help="text, and questions such as passkey, keys8, chain4, copy16; separated by commas.")
-    ] = "text,keys8,chain4,copy16",
+        str, typer.Option(help="text, and questions such as passkey, keys8, chain6, copy16; separated by commas.")
+    ] = "text,keys8,chain4,chain6,copy16",
     length: Annotated[int, typer.Option(min=32, help="Tokens of context, question and answer.")] = 512,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 20,
     retentions: Annotated[str, typer.Option(help="Shares of the keys that a reference keeps.")] = (
@@ -38,7 +38,7 @@ def evaluate_correction(
     from models.evaluation.command import progress
     from models.evaluation.correction_run import Evaluation, Settings
     from models.evaluation.results import Results, key
-    from models.evaluation.tasks import TEXT_TASK, Writer
+    from models.evaluation.tasks import Writer
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
     names, shares = ([part.strip() for part in parts.split(",") if part.strip()] for parts in (tasks, retentions))
@@ -54,11 +54,8 @@ def evaluate_correction(
     with progress(console) as bar:
         task = bar.add_task("compiling", total=len(wanted))
         evaluation.run(lambda cell: bar.update(task, advance=1, description=f"{cell['task']} {cell['method']}"))
-    for name in names:
-        cells = [results.cells[key(cell)] for cell in wanted if cell["task"] == name]
-        columns = report.TEXT_COLUMNS if name == TEXT_TASK else report.TASK_COLUMNS
-        rows = report.text_rows(cells) if name == TEXT_TASK else report.task_rows(cells)
-        console.print(f"\n{name}, {length:,} tokens\n{report.markdown(columns, rows)}", highlight=False, soft_wrap=True)
+    for name, table in report.tables([results.cells[key(cell)] for cell in wanted]).items():
+        console.print(f"\n{name}, {length:,} tokens\n{table}", highlight=False, soft_wrap=True)
     if plot is not None:
         from models.evaluation import correction_plots
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from models.evaluation.correction import METHODS
 from models.evaluation.report import NO_RUN, about, markdown
+from models.evaluation.statistics import paired
 from models.evaluation.tasks import TEXT_TASK
 
 FOLDER = "docs/evaluation/correction"
@@ -20,25 +21,31 @@ TEXT_COLUMNS = (
     "read",
     "nats a token",
     "more than dense",
+    "more than plain",
     "logit error",
     "same arg max",
-    "output error, loops 2, 3",
-    "mass, loops 1, 2, 3",
+    "output error, from loop 2",
+    "mass, from the capture",
     "worst head",
 )
-TASK_COLUMNS = ("retention", "method", "read", "exact", "margin", "logit error", "output error, loops 2, 3")
+QUESTIONS = "questions"
+"""Stands for all tasks but the text."""
 
 
 def text_rows(cells: Cells) -> list[tuple[str, ...]]:
     """One row of `TEXT_COLUMNS` for each cell of the text, by retention and method."""
+    found = {(cell["budget"], cell["method"]): cell for cell in cells if cell["task"] == TEXT_TASK}
     return [
         (
-            *_head(cell),
+            cell["budget"] or "",
+            cell["method"],
+            f"{100 * cell['read']:.0f} %",
             f"{cell['nll'][0]:.3f}",
             _signed(cell["more"]),
+            _more_than_plain(cell, found),
             f"{cell['logit_error'][0]:.2f}",
             f"{100 * cell['agree'][0]:.0f} %",
-            _errors(cell),
+            _numbers([mean[0] for mean in cell["errors"][2:]]),
             _numbers([None if mean is None else mean[0] for mean in cell.get("masses", ())]),
             _numbers(cell.get("worst", ())),
         )
@@ -46,18 +53,26 @@ def text_rows(cells: Cells) -> list[tuple[str, ...]]:
     ]
 
 
-def task_rows(cells: Cells) -> list[tuple[str, ...]]:
-    """One row of `TASK_COLUMNS` for each cell of one task."""
-    return [
-        (
-            *_head(cell),
-            _spread(cell["exact"], 2),
-            _spread(cell["margin"], 1),
-            f"{cell['logit_error'][0]:.2f}",
-            _errors(cell),
-        )
-        for cell in ordered(cells)
-    ]
+def question_columns(cells: Cells) -> tuple[str, ...]:
+    """The columns of `question_rows`: two for each task."""
+    return ("retention", "method", *(f"{task}: {what}" for task in questions(cells) for what in ("exact", "margin")))
+
+
+def question_rows(cells: Cells) -> list[tuple[str, ...]]:
+    """One row for each method and retention, over all tasks but the text."""
+    tasks = questions(cells)
+    found = {(cell["task"], cell["budget"], cell["method"]): cell for cell in cells}
+    rows = []
+    for cell in ordered(cell for cell in cells if cell["task"] == tasks[0]):
+        own = [found[task, cell["budget"], cell["method"]] for task in tasks]
+        told = [text for c in own for text in (f"{c['exact'][0]:.2f}", _spread(c["margin"], 1))]
+        rows.append((cell["budget"] or "", cell["method"], *told))
+    return rows
+
+
+def questions(cells: Cells) -> list[str]:
+    """The tasks but the text, in the order of the cells."""
+    return [task for task in dict.fromkeys(cell["task"] for cell in cells) if task != TEXT_TASK]
 
 
 def ordered(cells: Any) -> Cells:
@@ -66,8 +81,11 @@ def ordered(cells: Any) -> Cells:
     return sorted(cells, key=lambda cell: (float(cell["budget"] or 0), names.index(cell["method"])))
 
 
-def _head(cell: dict[str, Any]) -> tuple[str, str, str]:
-    return cell["budget"] or "", cell["method"], f"{100 * cell['read']:.0f} %"
+def _more_than_plain(cell: dict[str, Any], found: dict[tuple[str | None, str], dict[str, Any]]) -> str:
+    """A correction against plain sparse attention over the same keys, on the same prompts."""
+    plain = {"correction": "plain sparse", "late correction": "late plain"}.get(cell["method"])
+    other = found.get((cell["budget"], plain or ""))
+    return "" if other is None else _signed(paired(cell["nlls"], other["nlls"]))
 
 
 def _spread(value: list[float], digits: int) -> str:
@@ -80,24 +98,27 @@ def _signed(value: list[float]) -> str:
     return mean if low == high == mean else f"{mean} ({low} .. {high})"
 
 
-def _numbers(values: Any, digits: int = 2) -> str:
-    return ", ".join("" if value is None else f"{value:.{digits}f}" for value in values if value is not None)
+def _numbers(values: Any) -> str:
+    return ", ".join(f"{value:.2f}" for value in values if value is not None)
 
 
-def _errors(cell: dict[str, Any]) -> str:
-    return _numbers([mean[0] for mean in cell["errors"][2:]])
+def tables(cells: Cells) -> dict[str, str]:
+    """The table of the text, `TEXT_TASK`, and that of `QUESTIONS`, of a run that has cells for them."""
+    found = {}
+    if any(cell["task"] == TEXT_TASK for cell in cells):
+        found[TEXT_TASK] = markdown(TEXT_COLUMNS, text_rows(cells))
+    if questions(cells):
+        found[QUESTIONS] = markdown(question_columns(cells), question_rows(cells))
+    return found
 
 
 def part(data: dict[str, Any] | None, what: str) -> str:
-    """What a marked part of the document says: `text`, or the name of a task, of one run."""
-    cells = [] if data is None else [cell for cell in data["cells"] if cell["task"] == what]
-    if data is None or not cells:
+    """What a marked part of the document says: a table of one run, without full retention, where all are dense."""
+    cells = [] if data is None else [cell for cell in data["cells"] if float(cell["budget"] or 0) < 1]
+    found = tables(cells)
+    if data is None or what not in found:
         return NO_RUN
-    if what == TEXT_TASK:
-        table = markdown(TEXT_COLUMNS, text_rows(cells))
-    else:
-        table = markdown(TASK_COLUMNS, task_rows(cells))
-    return f"{table}\n{cells[0]['length']:,} tokens, {about(data | {'cells': cells})}"
+    return f"{found[what]}\n{cells[0]['length']:,} tokens, {about(data)}"
 
 
 def load(root: Path) -> dict[str, dict[str, Any]]:
@@ -112,7 +133,7 @@ def document(root: Path) -> str:
     def content(match: re.Match[str]) -> str:
         return match.group(1) + part(runs.get(match.group(2)), match.group(3)) + match.group(4)
 
-    # <!-- correction RUN TASK: ... --> ... <!-- end of correction RUN TASK -->
+    # <!-- correction RUN TABLE: ... --> ... <!-- end of correction RUN TABLE -->
     block = re.compile(r"(<!-- correction ([\w.-]+) (\w+):[^>]*-->\n).*?(<!-- end of correction \2 \3 -->)", re.DOTALL)
     return block.sub(content, (root / DOCUMENT).read_text(encoding="utf-8"))
 

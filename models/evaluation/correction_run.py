@@ -28,7 +28,7 @@ class Settings:
     """One run. length: tokens of context, question and answer; prompts: of each task; retentions: as text."""
 
     model: str
-    tasks: tuple[str, ...] = (TEXT_TASK, "keys8", "chain4", "copy16")
+    tasks: tuple[str, ...] = (TEXT_TASK, "keys8", "chain4", "chain6", "copy16")
     length: int = 512
     prompts: int = 24
     retentions: tuple[str, ...] = ("0.01", "0.02", "0.05", "0.1", "0.25", "1.0")
@@ -183,10 +183,10 @@ def outcomes(
 def summary(found: dict[str, Any], dense: dict[str, Any], task: str, method: Method) -> dict[str, Any]:
     """The numbers of a cell: [mean, low, high] over prompts, lists of them by loop.
 
-    "nll" (nats a token) and "more" (the same, less that of dense attention), "margin" (of an answer its smallest),
-    "exact" (no text), "agree" (share of the arg maxima of dense attention), "logit_error" (root mean square over the
-    vocabulary), "errors" of attention outputs by loop, "masses" and "worst" by loop: what the chosen keys hold
-    (None before the capture).
+    "nll" (nats a token; of a text also "nlls", of each prompt), "more" (the same, less that of dense attention),
+    "margin" (of an answer its smallest), "exact" (no text), "agree" (share of the arg maxima of dense attention),
+    "logit_error" (root mean square over the vocabulary), "errors" of attention outputs by loop, "masses" and "worst" by
+    loop: what the chosen keys hold (None before the capture).
     """
     text = task == TEXT_TASK
     cell: dict[str, Any] = {
@@ -197,7 +197,9 @@ def summary(found: dict[str, Any], dense: dict[str, Any], task: str, method: Met
         "logit_error": interval(found["logit_error"]),
         "errors": [interval(found["errors"][:, loop]) for loop in range(found["errors"].shape[1])],
     }
-    if not text:
+    if text:
+        cell["nlls"] = found["nll"].tolist()
+    else:
         cell["exact"] = interval(found["exact"])
     if method.takes_retention:
         first = min(method.captures)  # before it the keys are still those of the token before

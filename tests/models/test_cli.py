@@ -119,6 +119,18 @@ def test_later_loops_are_corrected_and_the_account_says_so(folder):
     assert 0 < float(kept[2]) < float(kept[1]) < 100
 
 
+def test_speculation_gives_the_same_text_and_tells_its_share(folder):
+    plain = generate(folder, "--prompt", "In the beginning")
+    done = generate(folder, "--prompt", "In the beginning", "--speculate", 3, "--draft-loops", 1)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == plain.stdout
+    told = re.search(r"(\d+) % of the drafts accepted, (\d\.\d\d) tokens a round", " ".join(done.stderr.split()))
+    assert told is not None, done.stderr
+    assert 0 <= int(told[1]) <= 100
+    assert 1 <= float(told[2]) <= 4
+    assert terminal.drafting(3, None).draft_loops == 2
+
+
 def test_a_retention_beside_a_method_adds_the_correction():
     selector, reference = terminal.reading("quest", 48, 0.2, None)
     assert (selector, reference.retention, reference.capture_loops) == (selectors.get("quest", budget=48), 0.2, (1,))
@@ -205,6 +217,8 @@ def test_the_shipped_model_finds_the_pass_key(method):
         (("--prompt", "x" * 300), "shorten the prompt"),
         (("--prompt", "x", "--implementation", "triton"), "use auto, xla"),
         (("--prompt", "x", "--chat"), "leave out --chat"),
+        (("--prompt", "x", "--draft-loops", "1"), "belongs to --speculate"),
+        (("--prompt", "x", "--speculate", "2"), "draft_loops must leave a loop to verify with: the model has 2, got 2"),
         (("--prompt", "x", "--method", "reference"), "a model with 2 loops has none to correct"),
         (("--prompt", "x", "--method", "h2o", "--capture-loop", "0"), "cannot be combined with the selector H2O"),
     ],

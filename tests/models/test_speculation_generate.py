@@ -1,0 +1,143 @@
+"""generate() with a speculation: the text of plain decoding on the shipped model, the account, and want of pages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import checkpoints
+from models.generate import generate
+from models.ouro import Ouro
+from models.reference import ReferenceCorrection
+from models.speculation import Speculation
+from models.training import corpora
+from sparse_jax import paging, selectors
+from tests.models.configs import small_ouro
+
+BOUND = 1e-3
+SMALL = small_ouro(num_layers=1, loops=3)
+PROMPTS = [np.random.default_rng(b).integers(0, 64, length).tolist() for b, length in enumerate((5, 14, 9))]
+LIMITS = [20, 7, 13]
+SPECULATION = Speculation(drafts=2, draft_loops=1)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Ouro:
+    return Ouro(SMALL, rngs=nnx.Rngs(0))
+
+
+def run(model, prompts=PROMPTS, **options):
+    options = {"max_tokens": LIMITS, "page_size": 4, "chunk": 9} | options
+    result = generate(model, prompts, **options)
+    for _ in result:
+        pass
+    return result
+
+
+@pytest.mark.slow
+def test_hundreds_of_texts_of_the_shipped_model_are_those_of_plain_decoding():
+    """256 prompts of 4 to 40 bytes in batches of 64; equal but where two logits are within BOUND."""
+    _, model = checkpoints.load("ouro-tiny", dtype=jnp.float32)
+    margins = jax.jit(lambda tokens: jax.lax.top_k(model.logits(model.forward(tokens).hidden[-1]), 2)[0])
+    text, rng = corpora.excerpt(), np.random.default_rng(0)
+    different, rates = 0, []
+    for _ in range(4):
+        places, lengths = rng.integers(0, len(text) - 64, 64), rng.integers(4, 41, 64)
+        prompts = [[256, *text[at : at + n].tolist()] for at, n in zip(places, lengths)]
+        options = {"max_tokens": 16, "chunk": 16, "page_size": 16}
+        found = run(model, prompts, speculation=Speculation(drafts=3, draft_loops=2), **options)
+        expected = run(model, prompts, **options)
+        rates.append((found.stats().acceptance, found.stats().tokens_per_round))
+        for prompt, a, b in zip(prompts, expected.tokens, found.tokens):
+            if a != b:
+                at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+                whole = prompt + a[:at]
+                best = margins(jnp.array(whole + [0] * (64 - len(whole)))[None])[0, len(whole) - 1]
+                assert float(best[0] - best[1]) < BOUND
+                different += 1
+    assert different <= 2  # of 256
+    # A trained model drafts well: most drafts of two loops are right.
+    assert np.min(rates, axis=0)[0] > 0.5
+    assert np.min(rates, axis=0)[1] > 2
+
+
+def test_the_account_counts_drafts_rounds_and_what_was_read(model):
+    plain, found = run(model), run(model, speculation=SPECULATION)
+    assert found.tokens == plain.tokens
+    assert found.finished == plain.finished == ["length"] * 3
+    a, b = plain.stats(), found.stats()
+    assert (a.acceptance, a.tokens_per_round) == (None, None)
+    assert 0 < b.acceptance < 1
+    assert 1 < b.tokens_per_round <= 3
+    assert b.tokens == a.tokens == sum(LIMITS)
+    assert b.kv_tokens_dense == a.kv_tokens_dense == a.kv_tokens_read
+    assert b.exit_loops == a.exit_loops == (0, 0, sum(LIMITS) - 3)
+    assert b.stale == 0
+    # Drafts of one loop of three read all of it again, the others are read once a round.
+    assert b.kv_tokens_read < 1.7 * b.kv_tokens_dense
+
+
+def test_with_correction_the_account_tells_the_mass_that_was_kept(model):
+    reference = ReferenceCorrection(retention=0.5, capture_loops=(0,))
+    a = run(model, reference=reference)
+    b = run(model, reference=reference, speculation=SPECULATION)
+    assert a.tokens == b.tokens
+    a, b = a.stats(), b.stats()
+    assert b.retained_mass == pytest.approx(a.retained_mass, abs=1e-5)
+    assert b.retained_mass_least == pytest.approx(a.retained_mass_least, abs=1e-5)
+    assert 0.3 < b.retained_mass_least < b.retained_mass < 1
+
+
+def test_with_too_few_pages_drafts_get_less_room_and_the_texts_are_the_same(model):
+    """Room for two of three requests: who ended is released when nobody can go on."""
+    expected = run(model).tokens
+    tight = generate(model, PROMPTS, max_tokens=LIMITS, page_size=4, chunk=9, pages=12, speculation=SPECULATION)
+    raised = 0
+    while not all(tight.finished):
+        try:
+            for _ in tight:
+                pass
+        except paging.OutOfPages:
+            raised += 1
+            assert raised < 5
+            tight.release([b for b, reason in enumerate(tight.finished) if reason])
+    assert raised
+    assert tight.tokens == expected
+    tight.release([0, 1, 2])
+    assert int(tight.state.paged.pool.free_count) == 12
+    assert tight.stats().stale == 0
+
+
+def test_exits_of_single_tokens_are_those_of_plain_decoding(model):
+    gated = Ouro(small_ouro(num_layers=1, loops=3, init=_gates()), rngs=nnx.Rngs(0))
+    plain = run(gated, exit_threshold=0.6)
+    found = run(gated, exit_threshold=0.6, speculation=SPECULATION)
+    assert found.tokens == plain.tokens
+    assert found.stats().exit_loops == plain.stats().exit_loops
+    assert sum(count > 0 for count in found.stats().exit_loops) > 1
+
+
+def _gates():
+    return dataclasses.replace(small_ouro().init, gate_std=4.0)
+
+
+def test_a_sparse_selector_reads_less(model):
+    found = run(model, speculation=SPECULATION, selector=selectors.get("quest", budget=8, sinks=0, recent=4))
+    assert found.stats().kv_tokens_read < 0.9 * run(model, speculation=SPECULATION).stats().kv_tokens_read
+    assert [len(text) for text in found.tokens] == LIMITS
+
+
+def test_what_does_not_go_together_is_refused(model):
+    with pytest.raises(ValueError, match="H2O"):
+        generate(model, PROMPTS, selector=selectors.get("h2o"), speculation=SPECULATION)
+    with pytest.raises(ValueError, match="draft_loops"):
+        generate(model, PROMPTS, speculation=Speculation(draft_loops=3))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ from models.decode import DecodeOptions
 from models.ouro import Ouro
 from models.reference import ReferenceCorrection
 from models.sampling import Sampling
-from models.speculation import Speculation
-from models.speculation_overlapped import Overlapped
+from models.speculation import Speculation, speculate_chunk
+from models.speculation_overlapped import Overlapped, overlapped_round
+from pallas_kernels.lowering import lower_for_cuda
 from sparse_jax import paging, selectors
 from tests.models.speculation_setting import CONFIG, prompts, speculate, start
 
@@ -189,3 +191,25 @@ def test_sampling_exits_and_what_cannot_be_taken_back_are_refused(model):
             Overlapped(model, state, dataclasses.replace(OPTIONS, **change), SPECULATION)
     with pytest.raises(ValueError, match="H2O"):
         Overlapped(model, state, dataclasses.replace(OPTIONS, selector=selectors.get("h2o")), SPECULATION)
+
+
+def test_on_a_gpu_rounds_have_no_loop_of_unknown_length_and_never_ask_the_host(model):
+    """All loops are scans, whose turns are constants: the device needs nobody to decide whether to go on."""
+    graph, params = nnx.split(model)
+    state = new(model)
+    held = speculation_overlapped.create_held(model, state, OPTIONS, SPECULATION)
+
+    def chunk(params, state, held):
+        _, out = speculate_chunk(graph, params, state, OPTIONS, SPECULATION, 2)
+        return out, overlapped_round(
+            nnx.merge(graph, params), state, held, jnp.zeros(REQUESTS, bool), OPTIONS, SPECULATION
+        )
+
+    text = lower_for_cuda(chunk, params, state, held).as_text()
+    conditions = re.findall(r" cond \{(.*?)stablehlo.return", text, re.DOTALL)
+    assert len(conditions) == text.count("stablehlo.while(") >= 4
+    for condition in conditions:
+        assert "stablehlo.constant dense<" in condition
+        assert condition.count("stablehlo.") == 2  # the constant and the comparison
+    assert "callback" not in text
+    assert not {"infeed", "outfeed", "send", "recv"} & set(re.findall(r"stablehlo\.(\w+)", text))

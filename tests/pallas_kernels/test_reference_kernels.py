@@ -68,7 +68,7 @@ def check(case, implementation, config=None, change=lambda x, r: (x, r), **optio
     assert_close(corrected, expected, precision, name="corrected")
 
 
-# Queries and output of E4M3 are bfloat16; a cache of that runs in the interpreter in test_reference_cases.py.
+# The interpreter is slow to compile; queries and output of E4M3 are bfloat16, too.
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bf16_g7_p64"])
 def test_interpret(name):
     check(CASES[name], "interpret", CONFIGS[name])
@@ -95,10 +95,8 @@ def test_lowers_for_cuda(name):
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
-        ("float32", None),
         ("float32", Config(block_tokens=128, num_warps=8, splits=2)),
         ("bfloat16", Config(exact=True)),
-        ("bfloat16", None),
         ("float16", None),
     ],
     ids=str,
@@ -231,24 +229,22 @@ def right_counts(scores, k, lengths, counts, order):
     return np.where(ids == size, -1, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("order", "options"))
-def interpreted(scores, lengths, counts, *, order, options=()):
-    return top_k(scores, 12, lengths, order=order, interpret=True, counts=counts, **dict(options))
+@jax.jit
+def interpreted(scores, lengths, counts):
+    return top_k(scores, 12, lengths, order="id", interpret=True, counts=counts, chunk=32)
 
 
-@pytest.mark.parametrize(("order", "options", "steps"), [("id", (("chunk", 32),), 3), ("score", (), 1)])
-def test_top_k_with_counts(order, options, steps):
+def test_top_k_with_counts():
+    """Three rounds; 20 kinds of scores, many with ties at the boundary."""
     size, rows = 150, len(KINDS)
-    assert len(rounds(size, 12, rows=rows, **dict(options))) == steps
+    assert len(rounds(size, 12, rows=rows, chunk=32)) == 3
     for seed in range(6):
         scores, lengths = make_rows(seed, size), make_lengths(seed, rows, size, 12)
-        every = [make_counts(seed, rows, 12, lengths), np.zeros_like(lengths), np.ones_like(lengths)]
-        for counts in every:
-            ids = np.asarray(interpreted(scores, lengths, counts, order=order, options=options))
-            expected = right_counts(scores, 12, lengths, counts, order)
+        for counts in (make_counts(seed, rows, 12, lengths), np.zeros_like(lengths), np.ones_like(lengths)):
+            ids = np.asarray(interpreted(scores, lengths, counts))
+            expected = right_counts(scores, 12, lengths, counts, "id")
             assert (ids == expected).all(), np.argwhere(ids != expected)[0]
-    whole = interpreted(scores, lengths, np.full_like(lengths, 12), order=order, options=options)
-    assert_right(whole, scores, 12, lengths, order)
+    assert_right(interpreted(scores, lengths, np.full_like(lengths, 12)), scores, 12, lengths, "id")
 
 
 def test_sort_of_references_too_large_for_top_k(monkeypatch):

@@ -78,7 +78,7 @@ class RoundOutput(NamedTuple):
     drafted: jax.Array  # i32[B] drafts that were verified; 0 where the request took no part
     accepted: jax.Array  # i32[B] how many of them stay; -1 where the request took no part
     lengths: jax.Array  # i32[B] tokens in the cache after the round; 0 where the request took no part
-    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read, as in `StepOutput`: by drafts, and by verify
+    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read by drafts and by verify; padding reads, too
     exit_loop: jax.Array  # i32[B, K + 1], -1 for rows that do not stay
     stale: jax.Array  # i32[]
     retained: jax.Array | None = None  # f32[2, B] mass of the references of rows that stay: mean and least, else 1

@@ -173,9 +173,12 @@ class Overlapped:
         """New requests in these rows, of at most `limit` tokens; what is in the rows is cancelled. Waits for prompts.
 
         The first token of each is in `tokens` then. Raises `paging.OutOfPages` where prompts find no room; their rows
-        are empty then, the others go on.
+        are empty then, the others go on. Raises ValueError for a prompt without a token or a limit below 1.
         """
         rows = list(prompts)
+        if not rows or not all(prompts.values()) or limit < 1:
+            lengths = {row: len(prompt) for row, prompt in prompts.items()}
+            raise ValueError(f"prompts have at least one token, and a limit of 1 or more, got {lengths} and {limit}")
         self.cancel(rows)
         counts = np.zeros(len(self.tokens), np.int32)
         counts[rows] = [len(prompts[row]) for row in rows]
@@ -207,7 +210,8 @@ class Overlapped:
                 if any(new):
                     yield new
                 if stuck > 1 and not self._to_release.any() and not self._ended.all():
-                    self._settle()
+                    while self._flying:
+                        yield self._read()[0]
                     paging.check(self.state.paged)
         self._settle()
 

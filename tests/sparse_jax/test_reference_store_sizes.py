@@ -17,7 +17,7 @@ from sparse_jax import (
     retained_count,
     retained_counts,
 )
-from sparse_jax.reference_store import CAPTURE, CONSUME, Lease
+from sparse_jax.reference_store import CAPTURE, CONSUME, DENSE, Lease
 from tests.compare import assert_same_bits
 from tests.sparse_jax.test_reference_store import (
     HEADS,
@@ -200,6 +200,8 @@ def test_requirement_2_a_count_above_the_room_publishes_nothing_and_checked_rais
     assert (int(stale), after.references.count[:2, 0].tolist()) == (0, [0, 3])
     with pytest.raises(Exception, match="counts: must be at most the capacity of 6, got 7"):
         checked(reference_store.capture)(store, plan, 0, *loop, jnp.array([7, 3]))
+    second, _ = reference_store.plan(store, lease, jnp.array([DENSE, CAPTURE]))
+    checked(reference_store.capture)(store, second, 0, *loop, jnp.array([7, 3]))  # of a row that does not capture
     reference = Reference(*jax.tree.leaves(rows_of(after.references, slice(0, 2), 0)))
     reference = dataclasses.replace(reference, count=jnp.array([3, 7], jnp.int32))
     again, _ = reference_store.write(store, plan, 1, reference)

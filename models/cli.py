@@ -340,7 +340,11 @@ def info() -> None:
 @explained
 def bench(context: typer.Context) -> None:
     """Measure sparse and dense decode attention on this machine."""
+    from models import step_bench
+    from sparse_jax.bench import suites
     from sparse_jax.bench.command import bench as measure
+
+    suites.SUITES.setdefault("ouro", step_bench)  # type: ignore[arg-type]
 
     pass_on(measure, context)
 

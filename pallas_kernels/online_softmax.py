@@ -89,20 +89,10 @@ def attend(
         factor = factor * power
     q = [part.astype(compute) for part in q]
     step = functools.partial(
-        _attend_block,
-        q,
-        factor,
-        k_ref,
-        v_ref,
-        scales,
-        scores_ref,
-        program=program,
-        kv_head=program.head if kv_head is None else kv_head,
-        locate=locate,
-        compute=compute,
-        shape=shape,
-        launch=launch,
-    )
+        _attend_block, q, factor, k_ref, v_ref, scales, scores_ref,
+        program=program, kv_head=program.head if kv_head is None else kv_head, locate=locate, compute=compute,
+        shape=shape, launch=launch,
+    )  # fmt: skip
     size = launch.block_rows
     carry = (
         jnp.full((size,), -jnp.inf, jnp.float32),

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
 from pallas_kernels.config import Config, Launch, resolve
-from pallas_kernels.decode_call import Shape, decode_shape, split_range, this_program, to_tiles
+from pallas_kernels.decode_call import Program, Shape, decode_shape, split_range, this_program, to_tiles
 from pallas_kernels.merge_splits import columns_of, merge_columns
 from pallas_kernels.online_softmax import Keys, attend
 from pallas_kernels.paged_decode import attend_pages
@@ -60,15 +60,7 @@ def reference_consume_kernel(
     def _():
         shape, launch = dense
         program = this_program(shape, launch, index)
-        # A row of the tile that is not dense is computed along and not used.
-        token = lax.div(program.rows, jnp.int32(shape.group_size))
-        is_row = program.rows < shape.rows
-        row = program.group * shape.tokens + jnp.where(is_row, token, 0)
-        reference = lowering.load(rows_ref.at[row], mask=is_row, other=-1)
-        known = (reference >= 0) & (reference < count_ref.shape[0])
-        count = lowering.load(count_ref.at[jnp.where(known, reference, 0)], mask=known, other=0)
-        seen = lowering.load(seen_ref.at[row], mask=is_row, other=-1)
-        wanted = jnp.max(jnp.where((count == seen) & (count > 0), 1, 0).astype(jnp.int32)) > 0
+        wanted = _any_dense(program, rows_ref, count_ref, seen_ref, shape)
         attend_pages(
             tiles_ref, k_ref, v_ref, table_ref, lengths_ref, None, None, scales, dense_ref, dense_lse_ref, None,
             program=program, window=None, shape=shape, launch=launch, wanted=wanted,
@@ -95,6 +87,18 @@ def reference_consume_kernel(
             program=program, locate=locate, blocks=split_range(0, count, indices_ref.shape[-1], program, launch),
             uniform_until=None, shape=shape, launch=launch, kv_head=kv_head,
         )  # fmt: skip
+
+
+def _any_dense(program: Program, rows_ref: Any, count_ref: Any, seen_ref: Any, shape: Shape) -> jax.Array:
+    """bool[]: some row of the tile kept all that it sees. The others are computed along and not used."""
+    token = lax.div(program.rows, jnp.int32(shape.group_size))
+    is_row = program.rows < shape.rows
+    row = program.group * shape.tokens + jnp.where(is_row, token, 0)
+    reference = lowering.load(rows_ref.at[row], mask=is_row, other=-1)
+    known = (reference >= 0) & (reference < count_ref.shape[0])
+    count = lowering.load(count_ref.at[jnp.where(known, reference, 0)], mask=known, other=0)
+    seen = lowering.load(seen_ref.at[row], mask=is_row, other=-1)
+    return jnp.max(jnp.where((count == seen) & (count > 0), 1, 0).astype(jnp.int32)) > 0
 
 
 def reference_merge_kernel(

@@ -11,7 +11,8 @@ from rich.console import Console
 
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(help="What to measure: attention, topk, select, step, reference.")
+        list[str] | None,
+        typer.Argument(help="What to measure: attention, topk, select, step, reference; with the models also ouro."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and shorter measurements.")] = False,
     cases: Annotated[str, typer.Option(help="Shapes by name or pattern, separated by commas: b64-32k,b1-*.")] = "",

@@ -323,7 +323,7 @@ class Generation:
             self.finished[request] = self.finished[request] or ("stop" if stopped else "length")
         return new
 
-    def _account(self, out: StepOutput, rounds: RoundOutput | None) -> None:
+    def _account(self, out: StepOutput, rounds: RoundOutput | None = None) -> None:
         """Add up, in Python's integers, what a chunk read: per plane and KV head, requests that took part only."""
         lengths, loops = np.asarray(out.lengths), np.asarray(out.exit_loop)
         self._read += int(np.asarray(out.tokens_read).sum(dtype=np.int64))

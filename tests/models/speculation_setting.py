@@ -6,6 +6,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from models import speculation_accept
 from models.decode import DecodeOptions, DecodeState, decode_chunk, prefill_batch
@@ -28,8 +29,6 @@ def prompts(seed: int, requests: int, longest: int = LONGEST) -> list[list[int]]
 
 @functools.partial(jax.jit, static_argnames="options")
 def _prefill(model: Ouro, tokens, counts, state: DecodeState, options: DecodeOptions):
-    from flax import nnx
-
     return prefill_batch(*nnx.split(model), tokens, counts, state, options)
 
 
@@ -63,8 +62,6 @@ def start(model: Ouro, texts, limits, options: DecodeOptions = DENSE, pages: int
 
 @functools.partial(jax.jit, static_argnames=("options", "steps"))
 def _decode(model: Ouro, state: DecodeState, options: DecodeOptions, steps: int):
-    from flax import nnx
-
     return decode_chunk(*nnx.split(model), state, options, steps)
 
 

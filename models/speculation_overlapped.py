@@ -1,6 +1,8 @@
 """Rounds of speculation with the host one round behind the device.
 
-    rounds = Overlapped(model, state, options, Speculation(drafts=3))    # state: after the prompts (`prefill_batch`)
+    generation = generate(model, prompts, max_tokens=200)
+    first = next(iter(generation))                                       # the prompts, and a token of each
+    rounds = Overlapped(model, generation.state, generation.options, Speculation(drafts=3))
     for tokens in rounds:                                                # what each request got in a round
         ...
 
@@ -134,6 +136,7 @@ def _begin(params, state: DecodeState, tokens, counts, limits, ended, graph, opt
 class Overlapped:
     """A running generation of requests whose prompts are in the cache. Iterating yields list[B] of new tokens a round.
 
+    state: as `prefill_batch` leaves it; the old one is gone then (donated). Rows without a started request are free.
     tokens: what each request has got since it is here, without stop tokens. Iterating ends when all requests have
     ended, with all pages and slots given back. It raises `paging.OutOfPages` when none can go on; nothing is lost then:
     cancel some, and iterate again. Raises ValueError for sampling or an exit before the last loop, and where
@@ -156,7 +159,7 @@ class Overlapped:
         requests = state.tokens.shape[0]
         self.tokens: list[list[int]] = [[] for _ in range(requests)]
         self.rounds = self.drafted = self.accepted = self.stale = 0
-        self._ended = np.zeros(requests, bool)  # as far as the host knows
+        self._ended = np.array(state.done | ~state.started)  # as far as the host knows
         self._to_release = np.zeros(requests, bool)
         self._flying: collections.deque[Report] = collections.deque()
         self._rounds_read = 0
@@ -213,6 +216,7 @@ class Overlapped:
                     while self._flying:
                         yield self._read()[0]
                     paging.check(self.state.paged)
+                    stuck = 0
         self._settle()
 
     def _start(self) -> None:

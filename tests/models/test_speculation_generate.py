@@ -13,6 +13,7 @@ from models.generate import generate
 from models.ouro import Ouro
 from models.reference import ReferenceCorrection
 from models.speculation import Speculation
+from models.speculation_overlapped import Overlapped
 from models.training import corpora
 from sparse_jax import paging, selectors
 from tests.models.configs import small_ouro
@@ -128,6 +129,24 @@ def test_exits_of_single_tokens_are_those_of_plain_decoding(model):
 
 def _gates():
     return dataclasses.replace(small_ouro().init, gate_std=4.0)
+
+
+def test_overlapped_rounds_go_on_from_the_prompts_of_a_generation(model):
+    """Three rows have prompts; one of them is empty at first, and gets its request while the others run."""
+    expected = run(model)
+    generation = generate(model, PROMPTS, max_tokens=LIMITS, page_size=4)
+    first = next(iter(generation)).tokens
+    generation.release([2])
+    rounds = Overlapped(model, generation.state, generation.options, SPECULATION)
+    told = [list(text) for text in first]
+    for count, tokens in enumerate(rounds):
+        for text, more in zip(told, tokens):
+            text += more
+        if count == 2:
+            rounds.submit({2: PROMPTS[2]}, LIMITS[2])
+    assert told[:2] == expected.tokens[:2]
+    assert rounds.tokens[2] == expected.tokens[2]
+    assert int(rounds.state.paged.pool.free_count) == rounds.state.paged.kv.pages
 
 
 def test_a_sparse_selector_reads_less(model):

@@ -2,14 +2,20 @@
 
 import collections
 import gc
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from typing import Any
 
 # Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting. Most
-# of the time goes into compiling for the CPU, and the older emitters of XLA take half as long for it.
+# of the time goes into compiling for the CPU, for which the older emitters of XLA take half as long; later versions do
+# not know them any more.
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_multi_thread_eigen=false", "--xla_cpu_use_fusion_emitters=false"]
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_multi_thread_eigen=false",
+        "--xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else "",
+    ]
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -138,8 +138,9 @@ SpeculateOption = Annotated[
     typer.Option(
         min=1,
         metavar="K",
-        help="Draft K tokens with the first loops of a looped model and verify them at once: several tokens a round, "
-        "those that it would have said anyway.",
+        help="Draft K tokens with the first loops of a looped model and verify them at once: several tokens a round. "
+        "dense and reference say what they would have said anyway (drawn text differs, but is as likely); methods that "
+        "choose pages may choose a little differently, because summaries of pages already hold the drafts.",
     ),
 ]
 DraftLoopsOption = Annotated[int | None, typer.Option(min=1, help="Loops of a draft, for --speculate; 2 unless given.")]

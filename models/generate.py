@@ -98,13 +98,11 @@ def generate(
     speculation: draft tokens with the first loops and verify them in one batch: several tokens a round.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
-    and for a reference that the model or the selector cannot work with.
+    and for a reference or a speculation that the model or the selector cannot work with.
     """
     config = model.config
     selector = Dense() if selector is None else selector
-    _check_reference(reference, selector, config.loops)
-    if speculation is not None:
-        speculation.check(config.loops, selector)
+    _check_options(reference, speculation, selector, config.loops)
     options = DecodeOptions(
         selector=selector,
         sampling=sampling,
@@ -155,11 +153,17 @@ def _empty_state(
     )
 
 
-def _check_reference(reference: ReferenceCorrection | None, selector: Selector, loops: int) -> None:
-    if reference is None:
-        return
-    reference.check(loops)
-    if not selector.shareable:
+def _check_options(
+    reference: ReferenceCorrection | None, speculation: Speculation | None, selector: Selector, loops: int
+) -> None:
+    for name, value, kind in (("reference", reference, ReferenceCorrection), ("speculation", speculation, Speculation)):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
+    if speculation is not None:
+        speculation.check(loops, selector)
+    if reference is not None:
+        reference.check(loops)
+    if reference is not None and not selector.shareable:
         raise ValueError(
             f"reference correction cannot be combined with the selector {type(selector).__name__}: it learns from what "
             "each loop attends to, and the corrected loops would not tell it"

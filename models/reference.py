@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -32,24 +34,30 @@ class ReferenceCorrection:
 
     retention: share of the keys that a reference keeps, in (0, 1]: `retained_count` of what a row sees. capture_loops:
     0-based and rising; the loops that attend densely and publish a reference for those up to the next of them. The
-    published method has one, loop 1; more of them re-capture. Raises ValueError for other values.
+    published method has one, loop 1; more of them re-capture. NumPy's numbers are kept as Python's.
+    Raises ValueError for other values.
     """
 
     retention: float = 0.1
     capture_loops: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        if not 0 < self.retention <= 1:
-            raise ValueError(f"retention must be above 0 and at most 1, got {self.retention}")
-        loops = tuple(self.capture_loops)
-        whole = all(isinstance(loop, int) and loop >= 0 for loop in loops)
-        if not loops or not whole or any(loop >= later for loop, later in itertools.pairwise(loops)):
+        number = isinstance(self.retention, numbers.Real) and not isinstance(self.retention, bool)
+        if not number or not 0 < self.retention <= 1:
+            raise ValueError(f"retention must be above 0 and at most 1, got {self.retention!r}")
+        try:
+            # A truth value becomes -1, which is refused like any loop below 0.
+            loops = tuple(-1 if isinstance(loop, bool) else operator.index(loop) for loop in self.capture_loops)
+        except TypeError:  # no sequence, or one of something else
+            loops = ()
+        if not loops or loops[0] < 0 or any(loop >= later for loop, later in itertools.pairwise(loops)):
             raise ValueError(f"capture_loops must be rising loops from 0 up, at least one, got {self.capture_loops!r}")
+        object.__setattr__(self, "retention", float(self.retention))
         object.__setattr__(self, "capture_loops", loops)
 
     def check(self, loops: int) -> None:
-        """Raises ValueError unless a model with `loops` loops has one to correct."""
-        if self.capture_loops[-1] >= loops or self.capture_loops[0] >= loops - 1:
+        """Raises ValueError unless a model with `loops` loops has one to correct after every capture."""
+        if self.capture_loops[-1] >= loops - 1:
             raise ValueError(
                 f"a model with {loops} loop{'s' * (loops != 1)} has none to correct after the capture_loops "
                 f"{self.capture_loops}: a capture serves the loops behind it"

@@ -59,13 +59,8 @@ def run(
         isinstance(tokenizer, tokenizers.ByteTokenizer) and tokenizer.vocab_size != config.vocab_size
     ):
         raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
-    console = Console(stderr=True, highlight=False)
-    loops = f"{config.loops} loops of " if config.loops > 1 else ""
-    console.print(
-        f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget, reference)}[/]",
-        soft_wrap=True,
-    )
+    if speculation is not None and config.loops == 1:
+        raise ValueError(f"--speculate needs a looped model: {model} has one loop, and its first loops would draft")
     generation = generate(
         network,
         encoded,
@@ -77,6 +72,13 @@ def run(
         implementation=implementation,
         reference=reference,
         speculation=speculation,
+    )
+    console = Console(stderr=True, highlight=False)
+    loops = f"{config.loops} loops of " if config.loops > 1 else ""
+    console.print(
+        f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
+        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget, reference)}[/]",
+        soft_wrap=True,
     )
     show(prompts, generation, tokenizer, console)
     stats = generation.stats()

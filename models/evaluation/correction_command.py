@@ -1,5 +1,6 @@
 """The command line of the quality of reference correction, mounted as `sparse-jax evaluate-correction`."""
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -42,21 +43,28 @@ def evaluate_correction(
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
     names, shares = ([part.strip() for part in parts.split(",") if part.strip()] for parts in (tasks, retentions))
+    given = None if text is None else text.read_text(encoding="utf-8", errors="replace")
     settings = Settings(
-        model=model, tasks=tuple(names), length=length, prompts=prompts, retentions=tuple(shares), seed=seed
+        model=model,
+        tasks=tuple(names),
+        length=length,
+        prompts=prompts,
+        retentions=tuple(shares),
+        seed=seed,
+        text=None if given is None else hashlib.sha256(given.encode()).hexdigest()[:12],
     )
-    given = quick.filler() if text is None else text.read_text(encoding="utf-8", errors="replace")
     _, network = checkpoints.load(model, dtype=dtype)
-    writer = Writer(tokenizers.for_folder(checkpoints.resolve(model)), text=given)
+    writer = Writer(tokenizers.for_folder(checkpoints.resolve(model)), text=quick.filler() if given is None else given)
     results = Results(out)
     evaluation = Evaluation(network, writer, settings, results)
     wanted = evaluation.cells()
     with progress(console) as bar:
         task = bar.add_task("compiling", total=len(wanted))
         evaluation.run(lambda cell: bar.update(task, advance=1, description=f"{cell['task']} {cell['method']}"))
-    for name, table in report.tables([results.cells[key(cell)] for cell in wanted]).items():
+    found = [results.cells[key(cell)] for cell in wanted]
+    for name, table in report.tables(found).items():
         console.print(f"\n{name}, {length:,} tokens\n{table}", highlight=False, soft_wrap=True)
     if plot is not None:
         from models.evaluation import correction_plots
 
-        console.print(f"written: {correction_plots.draw(list(results), plot)}", highlight=False)
+        console.print(f"written: {correction_plots.draw(found, plot)}", highlight=False)

@@ -25,7 +25,10 @@ PAGE_SIZE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run. length: tokens of context, question and answer; prompts: of each task; retentions: as text."""
+    """One run. length: tokens of context, question and answer; prompts: of each task; retentions: as text.
+
+    text: a word for the text that was given, None for the default one: cells of another text are other cells.
+    """
 
     model: str
     tasks: tuple[str, ...] = (TEXT_TASK, "keys8", "chain4", "chain6", "copy16")
@@ -34,6 +37,7 @@ class Settings:
     retentions: tuple[str, ...] = ("0.01", "0.02", "0.05", "0.1", "0.25", "1.0")
     seed: int = 0
     attention_rows: int | None = 2
+    text: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks or not self.retentions or self.prompts < 1:
@@ -111,10 +115,11 @@ class Evaluation:
 
     def _cell(self, task: str, method: Method, retention: str | None) -> dict[str, Any]:
         s = self.settings
+        text = {} if s.text is None else {"text": s.text}  # runs from before it was told have the default text
         return {
             "model": s.model, "method": method.name, "task": task, "length": s.length, "budget": retention,
             "tokens": retained_count(s.length, float(retention or 1.0)),
-            "settings": {"prompts": s.prompts, "seed": s.seed, "dtype": str(self.model.dtype)},
+            "settings": {"prompts": s.prompts, "seed": s.seed, "dtype": str(self.model.dtype)} | text,
             "read": reads(self.model.config, method, s.length, float(retention or 1.0)),
         }  # fmt: skip
 

@@ -220,6 +220,10 @@ def test_the_shipped_model_finds_the_pass_key(method):
         (("--prompt", "x", "--draft-loops", "1"), "belongs to --speculate"),
         (("--prompt", "x", "--speculate", "2"), "draft_loops must leave a loop to verify with: the model has 2, got 2"),
         (("--prompt", "x", "--method", "reference"), "a model with 2 loops has none to correct"),
+        (
+            ("--prompt", "x", "--capture-loop", "0", "--capture-loop", "1"),
+            "none to correct after the capture_loops (0, 1)",
+        ),
         (("--prompt", "x", "--method", "h2o", "--capture-loop", "0"), "cannot be combined with the selector H2O"),
     ],
 )
@@ -229,6 +233,14 @@ def test_what_a_user_can_mend_is_said_in_one_line(folder, arguments, message):
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
     assert done.stdout == ""
+    assert "prompt tokens" not in done.stderr  # nothing is announced that does not come
+
+
+def test_speculation_asks_for_a_looped_model(tmp_path):
+    checkpoints.save(tmp_path, Ouro(small_ouro(vocab_size=264, num_layers=1, loops=1), rngs=nnx.Rngs(0)))
+    done = generate(tmp_path, "--prompt", "x", "--speculate", 2)
+    assert done.exit_code == 1
+    assert f"--speculate needs a looped model: {tmp_path} has one loop" in " ".join(done.stderr.split())
 
 
 def test_a_model_without_its_tokenizer_is_not_read_as_bytes(tmp_path):

@@ -237,15 +237,36 @@ def test_interpreted_kernels_generate_the_same(shallow):
     [
         ({"capture_loops": (3,)}, r"4 loops has none to correct after the capture_loops \(3,\)"),
         ({"capture_loops": (1, 4)}, r"4 loops has none to correct after the capture_loops \(1, 4\)"),
+        ({"capture_loops": (1, 3)}, r"4 loops has none to correct after the capture_loops \(1, 3\)"),
+        ({"capture_loops": 1}, "capture_loops must be rising loops from 0 up, at least one, got 1"),
+        ({"capture_loops": (True,)}, r"capture_loops must be .* got \(True,\)"),
+        ({"capture_loops": (0, 1.0)}, r"capture_loops must be .* got \(0, 1\.0\)"),
+        ({"capture_loops": (-1,)}, r"capture_loops must be .* got \(-1,\)"),
         ({"capture_loops": (2, 1)}, r"rising loops from 0 up.*\(2, 1\)"),
         ({"capture_loops": ()}, "at least one"),
         ({"retention": 0.0}, r"retention must be above 0 and at most 1, got 0\.0"),
         ({"retention": 1.5}, r"got 1\.5"),
+        ({"retention": "0.1"}, r"retention must be above 0 and at most 1, got '0\.1'"),
+        ({"retention": True}, "retention must be above 0 and at most 1, got True"),
+        ({"retention": float("nan")}, "retention must be above 0 and at most 1, got nan"),
     ],
 )
 def test_refuses_with_the_values_seen(shallow, options, message):
     with pytest.raises(ValueError, match=message):
         generate(shallow, PROMPTS, reference=ReferenceCorrection(**options))
+
+
+def test_numbers_of_numpy_are_kept_as_those_of_python():
+    found = ReferenceCorrection(retention=np.float64(0.2), capture_loops=np.arange(1, 3))
+    assert found == ReferenceCorrection(retention=0.2, capture_loops=(1, 2))
+    assert {type(value) for value in (found.retention, *found.capture_loops)} == {float, int}
+    found.check(4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("reference", "ReferenceCorrection"), ("speculation", "Speculation")])
+def test_options_of_another_kind_are_refused_by_name(shallow, name, kind):
+    with pytest.raises(ValueError, match=f"{name} must be a {kind}, got 4"):
+        generate(shallow, PROMPTS, **{name: 4})
 
 
 def test_a_model_with_one_loop_has_nothing_to_correct():

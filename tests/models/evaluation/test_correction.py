@@ -196,6 +196,29 @@ def test_a_run_writes_its_cells_and_goes_on(tmp_path):
     again.run(seen.append)
     assert len(seen) == len(METHODS)
 
+    (tmp_path / "other.txt").write_text("Now these are other words, and not those of before.\n" * 40)
+    arguments += ["--text", tmp_path / "other.txt", "--tasks", "text"]
+    for _ in range(2):  # the second time they are there
+        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert done.exit_code == 0, done.output
+        cells = json.loads((tmp_path / "found.json").read_text())["cells"]
+        assert len(cells) == 3 * len(METHODS)
+    other = next(cell for cell in cells if cell["method"] == "dense" and "text" in cell["settings"])
+    assert other["nll"] != found["text", "dense"]["nll"]
+    assert f"{other['nll'][0]:.3f}" in done.output
+
+
+def test_the_committed_run_is_that_of_the_default_options(monkeypatch, tmp_path):
+    """Nothing of it is run again."""
+    committed = ROOT / correction_report.FOLDER / "ouro-tiny.json"
+    out = tmp_path / "ouro-tiny.json"
+    out.write_text(committed.read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(Evaluation, "_prefilled", None)
+    done = CliRunner().invoke(app, ["evaluate-correction", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "nats a token" in done.output
+    assert out.read_bytes() == committed.read_bytes()
+
 
 def test_a_model_with_one_loop_is_refused():
     model = Llama(small_llama(num_layers=1), rngs=nnx.Rngs(0))

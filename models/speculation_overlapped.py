@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,7 +33,9 @@ from models.decode import DecodeOptions, DecodeState, StepOutput, prefill_batch
 from models.interface import LoopedModel
 from models.speculation import Speculation, leased_round
 from sparse_jax import paging, reference_store
+from sparse_jax.ops import retained_count
 from sparse_jax.reference_store import Lease, ReferenceStore
+from sparse_jax.validation import as_int, require
 
 
 @jax.tree_util.register_dataclass
@@ -56,10 +58,20 @@ class Report(NamedTuple):
 
 
 def create_held(
-    model: LoopedModel, state: DecodeState, options: DecodeOptions, speculation: Speculation
+    model: LoopedModel,
+    state: DecodeState,
+    options: DecodeOptions,
+    speculation: Speculation,
+    **memory: int | None,
 ) -> Held | None:
-    """Slots for two rounds of all requests, all free; None without reference correction."""
+    """Slots for two rounds of all requests, all free; None without reference correction.
+
+    memory: capacity, initial_capacity and memory_limit of `reference_store.create`. Raises ValueError as it does, and
+    for any of them where there is no reference correction.
+    """
     if options.reference is None:
+        given = {name: size for name, size in memory.items() if size is not None}
+        require(not given, f"{', '.join(given)}: sizes of references, but options.reference is None; got {given}")
         return None
     rows, config = (state.tokens.shape[0], speculation.drafts + 1), model.config
     store = reference_store.create(
@@ -67,10 +79,16 @@ def create_held(
         layers=config.num_layers,
         heads=config.num_heads,
         value_width=state.paged.kv.v.shape[-1],
-        max_length=state.paged.table.pages.shape[1] * state.paged.kv.page_size,
+        max_length=_longest(state),
         retention=options.reference.retention,
+        **memory,
     )
     return Held(store, Lease(jnp.full(rows, -1, jnp.int32), jnp.full(rows, -1, jnp.int32)))
+
+
+def _longest(state: DecodeState) -> int:
+    """Tokens that a page table holds."""
+    return state.paged.table.pages.shape[1] * state.paged.kv.page_size
 
 
 def overlapped_round(
@@ -139,11 +157,25 @@ class Overlapped:
     state: as `prefill_batch` leaves it; the old one is gone then (donated). Rows without a started request are free.
     tokens: what each request has got since it is here, without stop tokens. Iterating ends when all requests have
     ended, with all pages and slots given back. It raises `paging.OutOfPages` when none can go on; nothing is lost then:
-    cancel some, and iterate again. Raises ValueError for sampling or an exit before the last loop, and where
-    `Speculation.check` does.
+    cancel some, and iterate again.
+    capacity, initial_capacity, memory_limit: of the references, as for `reference_store.create`. From the initial
+    capacity on they grow before a round that may need more room; each step is a compilation. No text depends on them.
+
+    Raises ValueError for sampling or an exit before the last loop, and where `Speculation.check` and
+    `reference_store.create` do: a memory limit that is too small for two rounds fails here, with the sizes.
     """
 
-    def __init__(self, model: LoopedModel, state: DecodeState, options: DecodeOptions, speculation: Speculation):
+    def __init__(
+        self,
+        model: LoopedModel,
+        state: DecodeState,
+        options: DecodeOptions,
+        speculation: Speculation,
+        *,
+        capacity: int | None = None,
+        initial_capacity: int | None = None,
+        memory_limit: int | None = None,
+    ):
         speculation.check(model.config.loops, options.selector)
         threshold, step = options.exit_threshold, options.exit_step
         threshold = model.config.exit_threshold if threshold is None else threshold
@@ -155,7 +187,13 @@ class Overlapped:
             )
         self._graph, self._params = nnx.split(model)
         self.state, self.options, self.speculation = state, options, speculation
-        self.held = create_held(model, state, options, speculation)
+        sizes = {"capacity": capacity, "initial_capacity": initial_capacity, "memory_limit": memory_limit}
+        self.held = create_held(model, state, options, speculation, **sizes)
+        self._capacities: tuple[int, ...] = ()
+        if options.reference is not None:
+            most = retained_count(_longest(state), options.reference.retention) if capacity is None else capacity
+            self._capacities = reference_store.capacities(most, initial_capacity)
+        self._config = model.config
         requests = state.tokens.shape[0]
         self.tokens: list[list[int]] = [[] for _ in range(requests)]
         self.rounds = self.drafted = self.accepted = self.stale = 0
@@ -163,12 +201,16 @@ class Overlapped:
         self._to_release = np.zeros(requests, bool)
         self._flying: collections.deque[Report] = collections.deque()
         self._rounds_read = 0
+        self._before = np.array(state.paged.table.lengths, np.int64)  # cached tokens of each request, but for `tokens`
         self._since = np.zeros(requests, np.int64)  # the first round that is about the request in this row
 
-    def cancel(self, requests: Sequence[int]) -> None:
-        """End these requests: tokens of rounds that are under way are dropped, pages given back with the next one."""
+    def cancel(self, requests: Iterable[int]) -> None:
+        """End these requests: tokens of rounds that are under way are dropped, pages given back with the next one.
+
+        Raises ValueError for numbers other than 0 .. B - 1, before any is cancelled.
+        """
         gone = np.zeros_like(self._ended)
-        gone[list(requests)] = True
+        gone[[self._row("requests", row) for row in requests]] = True
         self._to_release |= gone & ~self._ended
         self._ended |= gone
 
@@ -176,18 +218,18 @@ class Overlapped:
         """New requests in these rows, of at most `limit` tokens; what is in the rows is cancelled. Waits for prompts.
 
         The first token of each is in `tokens` then. Raises `paging.OutOfPages` where prompts find no room; their rows
-        are empty then, the others go on. Raises ValueError for a prompt without a token or a limit below 1.
+        are empty then, the others go on. Raises ValueError before anything changes: for rows other than 0 .. B - 1, a
+        limit below 1, a prompt that is empty or holds ids outside the vocabulary, and one that with its new tokens
+        passes the model's positions or its page table.
         """
-        rows = list(prompts)
-        if not rows or not all(prompts.values()) or limit < 1:
-            lengths = {row: len(prompt) for row, prompt in prompts.items()}
-            raise ValueError(f"prompts have at least one token, and a limit of 1 or more, got {lengths} and {limit}")
+        texts = self._checked(prompts, limit)
+        rows = list(texts)
         self.cancel(rows)
         counts = np.zeros(len(self.tokens), np.int32)
-        counts[rows] = [len(prompts[row]) for row in rows]
+        counts[rows] = [len(texts[row]) for row in rows]
         tokens = np.zeros((len(counts), 1 << int(counts.max() - 1).bit_length()), np.int32)
         for row in rows:
-            tokens[row, : counts[row]] = prompts[row]
+            tokens[row, : counts[row]] = texts[row]
         options = dataclasses.replace(self.options, reference=None)  # prompts are never corrected
         arguments = jnp.array(tokens), jnp.array(counts), jnp.int32(limit), jnp.array(self._to_release)
         self.state, out = _begin(self._params, self.state, *arguments, graph=self._graph, options=options)
@@ -195,11 +237,49 @@ class Overlapped:
         started, done, first = np.asarray(out.lengths) > 0, np.asarray(self.state.done), np.asarray(out.tokens)
         for row in rows:
             self.tokens[row] = [int(first[row])] if first[row] >= 0 else []
+            self._before[row] = counts[row] - len(self.tokens[row])
             self._since[row] = self._rounds_read + len(self._flying)
             self._ended[row] = done[row]
             self._to_release[row] = done[row]
         if not started[rows].all():
             paging.check(self.state.paged)
+
+    def _row(self, name: str, row: int) -> int:
+        number, last = as_int(name, row), len(self.tokens) - 1
+        # A mask of requests would pass as the numbers 0 and 1.
+        require(not isinstance(row, bool) and 0 <= number <= last, f"{name} must be from 0 to {last}, got {row!r}")
+        return number
+
+    def _checked(self, prompts: Mapping[int, Sequence[int]], limit: int) -> dict[int, list[int]]:
+        """The prompts by row, as whole numbers; see `submit` for what it raises."""
+        texts = {
+            self._row("rows of prompts", row): [as_int(f"ids of prompt {row}", token) for token in prompt]
+            for row, prompt in prompts.items()
+        }
+        limit = as_int("limit", limit)
+        require(limit >= 1, f"limit must be at least 1, got {limit}")
+        require(bool(texts), f"no prompts, got {prompts!r}")
+        for row, text in texts.items():
+            self._check_prompt(row, text, limit)
+        return texts
+
+    def _check_prompt(self, row: int, text: list[int], limit: int) -> None:
+        vocabulary, positions = self._config.vocab_size, self._config.max_positions
+        require(bool(text), f"prompt {row} is empty; begin it with the model's first token")
+        wrong = [token for token in text if not 0 <= token < vocabulary]
+        require(not wrong, f"prompt {row} holds the ids {wrong[:4]}; the vocabulary is 0 .. {vocabulary - 1}")
+        count, total = len(text), len(text) + limit - 1  # the last token is never written
+        require(
+            total <= positions,
+            f"prompt {row} has {count} tokens; with a limit of {limit} it passes the {positions} positions of the "
+            f"model: shorten the prompt or ask for at most {max(positions - count + 1, 0)} tokens",
+        )
+        held, room = self.options.selector.tokens_held(count, total), _longest(self.state)
+        require(
+            held <= room,
+            f"prompt {row} has {count} tokens; with a limit of {limit} it holds {held}, and its page table has room "
+            f"for {room}: shorten the prompt, lower the limit or create the state with more pages_per_request",
+        )
 
     def __iter__(self) -> Iterator[list[list[int]]]:
         stuck = 0
@@ -221,12 +301,25 @@ class Overlapped:
 
     def _start(self) -> None:
         """Dispatch a round; returns before it is done."""
+        self._make_room()
         ended, self._to_release = self._to_release, np.zeros_like(self._to_release)
         static = {"graph": self._graph, "options": self.options, "speculation": self.speculation}
         self.state, self.held, report = _dispatch(self._params, self.state, self.held, jnp.array(ended), **static)
         for leaf in report:
             leaf.copy_to_host_async()
         self._flying.append(report)
+
+    def _make_room(self) -> None:
+        """Let the references grow to what the next round may keep: positions on the host are upper bounds."""
+        if self.held is None or self.options.reference is None:
+            return
+        lengths = self._before + [len(text) for text in self.tokens]
+        longest = int(lengths.max(where=~self._ended, initial=0))
+        longest += (len(self._flying) + 1) * (self.speculation.drafts + 1)
+        count = retained_count(min(longest, _longest(self.state)), self.options.reference.retention)
+        capacity = reference_store.capacity_for(count, self._capacities)
+        if capacity > self.held.store.capacity:
+            self.held = dataclasses.replace(self.held, store=reference_store.grow(self.held.store, capacity))
 
     def _read(self) -> tuple[list[list[int]], bool]:
         """Wait for the oldest round under way: (new tokens, whether any request went on)."""

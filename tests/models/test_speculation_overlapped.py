@@ -156,15 +156,99 @@ def test_a_row_is_used_again_while_the_round_of_its_last_request_is_under_way(mo
 
 
 def test_a_submission_without_room_fails_and_leaves_the_others_as_they_are(model, expected):
-    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    """Two requests run and need ten pages more at most; that is all there are, and the prompt needs 16."""
+    state = start(model, [text if b < 2 else [] for b, text in enumerate(prompts(0, REQUESTS))], TOKENS, OPTIONS)
+    pool = dataclasses.replace(state.paged.pool, free_count=jnp.int32(10))
+    state = dataclasses.replace(state, paged=dataclasses.replace(state.paged, pool=pool))
+    rounds = Overlapped(model, state, OPTIONS, SPECULATION)
     next(iter(rounds))
     with pytest.raises(paging.OutOfPages, match=r"requests \[4\]"):
-        rounds.submit({4: [1] * 65}, TOKENS)  # a table holds 64 tokens
-    with pytest.raises(ValueError, match="at least one token"):
-        rounds.submit({3: []}, TOKENS)
+        rounds.submit({4: [1] * 61}, 4)
     list(rounds)
-    assert rounds.tokens == [[] if b == 4 else text for b, text in enumerate(expected)]
+    assert rounds.tokens == [text if b < 2 else [] for b, text in enumerate(expected)]
+    assert int(rounds.state.paged.pool.holders.sum()) == 0
+    assert int(rounds.held.store.pool.free_count) == rounds.held.store.slots
+
+
+def test_a_submission_that_cannot_work_is_refused_before_anything_changes(model, expected):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    next(iter(rounds))
+    good, last = [1, 2], REQUESTS - 1
+    for wrong, limit, message in (
+        ({}, 4, "no prompts"),
+        ({-1: good}, 4, f"rows of prompts must be from 0 to {last}, got -1"),
+        ({0: good, REQUESTS: good}, 4, f"rows of prompts must be from 0 to {last}, got {REQUESTS}"),
+        ({True: good}, 4, "rows of prompts must be from 0 to .*, got True"),
+        ({0: good}, 0, "limit must be at least 1, got 0"),
+        ({0: good}, 1.5, "limit must be an integer known on the host, got 1.5"),
+        ({0: good, 3: []}, 4, "prompt 3 is empty"),
+        ({0: good, 3: [1, 999]}, 4, r"prompt 3 holds the ids \[999\]; the vocabulary is 0 \.\. 63"),
+        ({3: [1, -1]}, 4, r"prompt 3 holds the ids \[-1\]"),
+        ({3: [1, 0.5]}, 4, "ids of prompt 3 must be an integer known on the host, got 0.5"),
+        ({3: good}, CONFIG.max_positions, f"passes the {CONFIG.max_positions} positions"),
+        ({0: good, 3: [1] * 60}, 6, "prompt 3 has 60 tokens; with a limit of 6 it holds 65, .* room for 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rounds.submit(wrong, limit)
+    for numbers, got in (([0, -1], -1), ([0, REQUESTS], REQUESTS), ([True] * REQUESTS, True)):
+        with pytest.raises(ValueError, match=f"requests must be from 0 to {last}, got {got}"):
+            rounds.cancel(numbers)
+    list(rounds)
+    assert rounds.tokens == expected
     nothing_is_held(rounds)
+
+
+def test_rows_that_never_started_have_ended(model, expected):
+    texts = prompts(0, REQUESTS)
+    rounds = Overlapped(model, start(model, [[] for _ in texts], TOKENS, OPTIONS), OPTIONS, SPECULATION)
+    assert next(iter(rounds), None) is None
+    state = start(model, [text if b % 2 else [] for b, text in enumerate(texts)], TOKENS, OPTIONS)
+    some = Overlapped(model, state, OPTIONS, SPECULATION)
+    assert sum(1 for _ in itertools.islice(some, 3 * TOKENS)) < 3 * TOKENS
+    assert some.tokens == [text if b % 2 else [] for b, text in enumerate(expected)]
+    for ended in (rounds, some):
+        nothing_is_held(ended)
+
+
+def test_references_grow_before_a_round_that_needs_more_room(model, expected):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION, initial_capacity=10)
+    seen = [rounds.held.store.capacity]
+    for _ in rounds:
+        seen.append(rounds.held.store.capacity)
+    assert seen[1] == 10
+    assert seen[-1] == 20  # of the 64 tokens of a table
+    assert sorted(set(seen)) == [10, 20]
+    assert seen == sorted(seen)
+    assert rounds.tokens == expected
+    nothing_is_held(rounds)
+
+
+def test_references_have_room_for_a_long_prompt_that_is_submitted(model):
+    texts, long = [], np.random.default_rng(2).integers(0, CONFIG.vocab_size, 40).tolist()
+    for sizes in ({}, {"initial_capacity": 10}):
+        state = start(model, [[] for _ in range(REQUESTS)], TOKENS, OPTIONS)
+        rounds = Overlapped(model, state, OPTIONS, SPECULATION, **sizes)
+        rounds.submit({np.int64(3): np.array(long)}, 6)
+        list(rounds)
+        texts.append(rounds.tokens[3])
+        assert rounds.held.store.capacity == 20
+        nothing_is_held(rounds)
+    assert len(texts[0]) > 2
+    assert texts[0] == texts[1]
+
+
+def test_references_without_room_are_refused_when_the_rounds_are_made(model):
+    state = new(model)
+    for sizes, message in (
+        ({"memory_limit": 10_000}, r"memory_limit of 10000 bytes is too small: 128 slots .* at capacity 20"),
+        ({"capacity": 19}, "capacity must be at least 20 .*got 19"),
+        ({"initial_capacity": 21}, "initial_capacity must be at most the capacity, got 21 and 20"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Overlapped(model, state, OPTIONS, SPECULATION, **sizes)
+        with pytest.raises(ValueError, match=f"{next(iter(sizes))}: .*options.reference is None"):
+            Overlapped(model, state, dataclasses.replace(OPTIONS, reference=None), SPECULATION, **sizes)
+    assert not state.paged.kv.k.is_deleted()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from models.reference import (
 from sparse_jax import Reference, paging, reference_store
 from sparse_jax.paging import PagedState
 from sparse_jax.reference_store import Lease, Plan, ReferenceStore
-from sparse_jax.selectors import Attended, Selector
+from sparse_jax.selectors import Attended, Dense, Selector
 
 PLANNED = {CAPTURE: reference_store.CAPTURE, CONSUME: reference_store.CONSUME}  # the same in the plans of a store
 
@@ -83,8 +83,7 @@ class Step:
     # The rows of drafts are steps of one token first and a batch of rows afterwards:
     places: jax.Array | None = None  # i32[B, T] of each row's reference in a layer, -1 none; None: b * T + t
     column: Any = 0  # of the first row in `Cache.keys`
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention through the selector
-
+    seen: jax.Array | None = None  # i32[B, T] keys that each row sees, 0 for rows that do not exist; None: all exist
     lease: Lease | None = None  # of the rows' slots, [B, T], where `Cache.references` is a store
 
     def run(
@@ -126,14 +125,27 @@ class Step:
             cache = cache._replace(stale=cache.stale + view.stale)
             arguments = q, *paging.flat(cache.paged.kv), view
             out, read, cache = (self._select if mode == SELECT else self._refer(mode, plan))(plane, arguments, cache)
+            if mode == CAPTURE and self.seen is not None:
+                read = self.seen.max(axis=1, keepdims=True) * k.shape[2]
             return out, cache._replace(reads=cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32)))
 
         return attend, cache
 
     def _select(self, plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
-        options = {"implementation": self.implementation} | self.options
-        attended = self.attend(self.selector, cache.selector, plane, *arguments, **options)
-        return attended.output.out, attended.tokens_read, cache._replace(selector=attended.state)
+        q, k_pages, v_pages, view = arguments
+        options: dict[str, Any] = {"implementation": self.implementation}
+        rows = q.shape[:2]
+        if self.seen is not None and isinstance(self.selector, Dense):  # the rows share one walk over the keys
+            view = dataclasses.replace(view, lengths=self.seen.max(axis=1))
+            options["q_positions"] = self.seen - 1
+        elif self.seen is not None:  # each row chooses for itself, as it would in a step of its own
+            q = q.reshape(-1, 1, *q.shape[2:])
+            table = jnp.repeat(view.page_table, rows[1], axis=0)
+            view = dataclasses.replace(view, page_table=table, lengths=self.seen.reshape(-1))
+        attended = self.attend(self.selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
+        out = attended.output.out.reshape(*rows, *attended.output.out.shape[2:])
+        read = attended.tokens_read.reshape(rows[0], -1)
+        return out, read, cache._replace(selector=attended.state)
 
     def _refer(self, mode: int, plan: Plan | None) -> Callable[..., tuple[jax.Array, jax.Array, Cache]]:
         def refer(plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:

@@ -9,12 +9,12 @@ A round of K drafts, d of U loops deep, for requests whose next input is token s
     roll back the tokens behind these: their pages, and what the selector noted about them
 
 So a round yields 1 to K + 1 tokens, those that plain decoding would give, and runs the deeper loops once. Lengths,
-positions and acceptance stay on the device: rounds are one `lax.scan`, and nothing in them waits for the host.
+positions and acceptance stay on the device: rounds are one `lax.scan`, and where drafts touch few pages
+(`page_allocation.MOST_COLUMNS`) nothing in them waits for the host.
 
-Pages that a selector chooses are those of all rows together, so drafts have a say in them, as in any batch of rows.
-
-A request drafts less than K where its limit, its table or the free pages end; rows behind are padding: they are
-no part of the cache, and repeat the last real row wherever pages are chosen for all rows together.
+A request drafts less than K where its limit, its table or the free pages end; the rows behind are padding. Each row
+chooses its pages by itself, as in a step of its own. Only the summaries that it chooses by know the keys of all K + 1
+rows then, so a page that holds drafts may be chosen where plain decoding would not; elsewhere the choice is the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from models.exit_gate import select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import Cache, Step
 from models.reference import empty_references
-from sparse_jax import Reference, paging
+from sparse_jax import Reference, paging, slot_pool
 from sparse_jax.paging import PagedState, Reservation
 from sparse_jax.reference_store import Lease, ReferenceStore
 from sparse_jax.selectors import Selector
@@ -152,11 +152,11 @@ def leased_round(
 ) -> tuple[DecodeState, RoundOutput, ReferenceStore | None]:
     """`speculative_round` with its references in a store, where there is one; also returns the store.
 
-    lease: [B, K + 1], a slot of each row. A request without a slot for its first row takes no part. The lease is the
-    caller's to accept and to release.
+    lease: [B, K + 1], a slot of each row. A request without a live slot for its first row takes no part, and one drafts
+    no further than its live slots reach. The lease is the caller's to accept and to release.
     """
     speculation.check(model.config.loops, options.selector)
-    paged, room = _reserve(model, state, options.selector, speculation.drafts, lease)
+    paged, room = _reserve(model, state, options.selector, speculation.drafts, store, lease)
     cache = _cache(model, options, paged, room, store)
     candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
     output, cache = _verify(model, options, speculation, room, drafted, cache)
@@ -189,19 +189,28 @@ def speculate_chunk(
 
 
 def _reserve(
-    model: LoopedModel, state: DecodeState, selector: Selector, drafts: int, lease: Lease | None
+    model: LoopedModel,
+    state: DecodeState,
+    selector: Selector,
+    drafts: int,
+    store: ReferenceStore | None,
+    lease: Lease | None,
 ) -> tuple[PagedState, Room]:
     """Room for one token of each request that runs, as in a plain step, and then for its drafts."""
     running = state.started & ~state.done
-    running = running if lease is None else running & (lease.slots[:, 0] >= 0)
+    most: Any = drafts
+    if store is not None and lease is not None:
+        alive = slot_pool.live(store.pool, lease.slots, lease.incarnations)
+        rows = jnp.cumprod(alive.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        running, most = running & (rows > 0), jnp.maximum(rows - 1, 0)
     base = selector.next_positions(state.paged, state.selector)
     paged, kept, first = selector.reserve(state.paged, state.selector, running.astype(jnp.int32), 1)
     granted = running & (paged.table.status == paging.OK)
     status = paged.table.status
 
     ends = min(paged.table.pages.shape[1] * paged.kv.page_size, model.config.max_positions)
-    most = jnp.minimum(state.limits - state.generated, ends - base) - 1
-    wanted = jnp.where(granted, jnp.clip(most, 0, drafts), 0)
+    left = jnp.minimum(state.limits - state.generated, ends - base) - 1
+    wanted = jnp.where(granted, jnp.clip(left, 0, most), 0)
     paged, working, more = selector.reserve(paged, kept, wanted, drafts)
     # Who found room for its token is not out of pages.
     paged = dataclasses.replace(paged, table=dataclasses.replace(paged.table, status=status))
@@ -281,8 +290,7 @@ def _verify(
 ) -> tuple[LoopOutput, Cache]:
     """The LoopOutput of all loops, of K + 1 rows [U, B, K + 1, ...]."""
     rows = jnp.arange(room.real.shape[1], dtype=jnp.int32)
-    last = jnp.minimum(rows, room.drafts[:, None])  # padding repeats the last real row: it adds no wish of its own
-    positions = jnp.where(room.granted[:, None], room.base[:, None] + last, -1)
+    positions = jnp.where(room.real, room.base[:, None] + rows, -1)
     step = Step(
         model=model,
         selector=options.selector,
@@ -294,10 +302,9 @@ def _verify(
         reference=options.reference,
         places=_places(room.real),
         lease=room.of_real_rows(),
-        options={"q_positions": positions},
+        seen=positions + 1,
     )
-    h = jnp.take_along_axis(drafted.hidden[-1], last[..., None], axis=1)
-    output, cache = step.run(h, positions, cache, speculation.draft_loops)
+    output, cache = step.run(drafted.hidden[-1], positions, cache, speculation.draft_loops)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), drafted, output), cache
 
 

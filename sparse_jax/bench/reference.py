@@ -74,7 +74,7 @@ def ops(case: DecodeShape, config: Any) -> list[Op]:
 
 
 def rows(case: DecodeShape, plan: Plan) -> Iterator[Row]:
-    """Measures one case, row by row; `times dense` is how long it takes beside dense attention of this run."""
+    """Measures one case, row by row; `of dense` is its time over that of dense attention in this run."""
     wanted = [op for op in ops(case, plan.config) if plan.only in op.name]
     if not wanted:
         return
@@ -91,7 +91,7 @@ def rows(case: DecodeShape, plan: Plan) -> Iterator[Row]:
         def finish(timing: Timing) -> dict[str, Any]:
             if op.name == "dense":
                 dense.append(timing.microseconds)
-            return {"details": {"times dense": timing.microseconds / dense[0]}} if dense else {}
+            return {"details": {"of dense": timing.microseconds / dense[0]}} if dense else {}
 
         row = Row(case=case.name, op=op.name, implementation="triton" if on_gpu else "xla", bytes=op.bytes)
         return Entry(row, lambda: [Candidate(chain)], finish, plan.effort)

@@ -202,6 +202,20 @@ def test_a_cancelled_request_gives_its_pages_back_and_the_others_go_on(model):
     assert int(state.paged.pool.free_count) == state.paged.kv.pages - held.sum()
 
 
+@pytest.mark.parametrize("name", ["quest", "window"])
+def test_a_round_without_drafts_is_a_plain_step_whatever_is_chosen(model, name):
+    """Rows that do not exist wish for no page, and each row chooses as in a step of its own."""
+    options = DecodeOptions(selector=selectors.get(name, budget=8, sinks=0))
+    _, state = plain(model, start(model, prompts(3, 8), 40, options), 20, options)
+    state = dataclasses.replace(state, limits=state.generated + 1)
+    after, out = one_round(model, state, Speculation(drafts=8, draft_loops=2), options)
+    expected, stepped = plain(model, state, 1, options)
+    assert out.drafted.tolist() == [0] * 8
+    assert after.tokens.tolist() == stepped.tokens.tolist()
+    assert [[int(x) for x in row if x >= 0] for row in np.asarray(out.tokens)] == expected
+    assert int(out.tokens_read.max()) <= 2 * CONFIG.num_kv_heads * PAGE_SIZE + PAGE_SIZE * CONFIG.num_kv_heads
+
+
 def test_what_cannot_be_taken_back_is_refused_by_name():
     for name, options in (("h2o", {}), ("tova", {}), ("snapkv", {}), ("rocketkv", {}), ("oracle", {})):
         selector = selectors.get(name, **options)

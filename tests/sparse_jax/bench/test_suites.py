@@ -90,7 +90,7 @@ def test_the_reference_suite_compares_capture_and_consume_with_dense(tiny_suites
     result = run("reference", effort=BRIEF)
     assert [row.op for row in result.rows] == ["dense", "capture", "consume"]
     assert all(row.microseconds > 0 and not row.note for row in result.rows), result.rows
-    assert result.rows[0].details["times dense"] == 1
+    assert result.rows[0].details["of dense"] == 1
     looped = next(case for case in cases.REFERENCE if case.name == "b16-8k")
     assert looped.kept_tokens == 820
     found = {op.name: op.bytes for op in reference.ops(looped, None)}

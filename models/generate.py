@@ -41,8 +41,8 @@ class Chunk:
 class Stats:
     """The account of a generation so far. Times are wall-clock seconds of finished device work, without compilation.
 
-    kv_tokens_read counts the cached tokens that decode steps read, once per plane and KV head; kv_tokens_dense what
-    dense attention would have read. Both leave out the prefill, which is always dense.
+    kv_tokens_read: cached tokens that decode steps read, once per plane and KV head, rejected drafts' too, so it may be
+    above kv_tokens_dense, what plain dense decoding would have read. Both leave out the prefill, which is always dense.
     """
 
     prompt_tokens: int

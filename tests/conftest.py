@@ -46,11 +46,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_of_a_file(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Quick code generation, except for a file that `computes`; and its programs end with it.
+    """Quick code generation, except for an `optimised` file; and its programs end with it.
 
     Each program takes several memory mappings and a process may have 65,530 of them: whole runs ended in a crash.
     """
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("computes") is None)
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
     yield
     jax.clear_caches()
     gc.collect()

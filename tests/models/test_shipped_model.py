@@ -12,7 +12,7 @@ from models import checkpoints, tasks, train
 from models.cli import app
 from models.training import corpora, model_card, quality
 
-pytestmark = pytest.mark.computes
+pytestmark = pytest.mark.optimised
 FOLDER = checkpoints.resolve("ouro-tiny")
 METRICS = json.loads((FOLDER / "metrics.json").read_text())
 

@@ -27,6 +27,8 @@ from tests.sparse_jax.test_reference_store import (
     single_row,
 )  # fmt: skip
 
+pytestmark = pytest.mark.optimised  # two compilations must round alike
+
 
 @pytest.mark.parametrize("options", [{}, {"implementation": "interpret", "config": Config(exact=True)}])
 def test_requirement_15_18_fragmented_slots(options):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.exit_gate import select_exit
+from models.exit_gate import chosen_exit, select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import AttendPlane, Cache, Step
 from models.loops import attend_by_selector as attend_by_selector
@@ -158,10 +158,8 @@ def decode_step(
 
 
 def _decode_output(model: LoopedModel, output: LoopOutput, cache: Cache, threshold, step) -> DecodeOutput:
-    if threshold is None and step is None:
-        threshold, step = model.config.exit_threshold, model.config.exit_step
-    threshold = model.config.exit_threshold if threshold is None else threshold
-    hidden, loop = select_exit(output.hidden[:, :, 0], output.gate_logits[:, :, 0], threshold=threshold, step=step)
+    exits = chosen_exit(model.config, threshold, step)
+    hidden, loop = select_exit(output.hidden[:, :, 0], output.gate_logits[:, :, 0], **exits)
     state: Any = cache.paged, cache.selector, cache.reads, cache.stale, cache.references
     return DecodeOutput(model.logits(hidden), loop, *state)
 

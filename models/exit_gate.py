@@ -8,8 +8,12 @@
 All loops are always computed: the gate only selects a hidden state, so it saves no time.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from models.interface import ModelConfig
 
 
 def log_stay(gate_logits: jax.Array) -> jax.Array:
@@ -44,6 +48,13 @@ def exit_loop(gate_logits: jax.Array, *, threshold: float = 1.0, step: int | Non
         return jnp.full(gate_logits.shape[1:], last if step is None else step, jnp.int32)
     cdf = -jnp.expm1(log_stay(gate_logits))
     return jnp.argmax((cdf >= threshold).at[-1].set(True), axis=0).astype(jnp.int32)
+
+
+def chosen_exit(config: ModelConfig, threshold: float | None, step: int | None) -> dict[str, Any]:
+    """The options of `select_exit`: the caller's, or the model's for those that are None; a threshold goes alone."""
+    if threshold is None and step is None:
+        step = config.exit_step
+    return {"threshold": config.exit_threshold if threshold is None else threshold, "step": step}
 
 
 def select_exit(

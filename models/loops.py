@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from models.interface import Attend, LoopedModel, LoopOutput
 from models.reference import (
     CAPTURE,
-    CONSUME,
     SELECT,
     ReferenceCorrection,
     capture,
@@ -25,11 +24,12 @@ from models.reference import (
     consume_leased,
 )
 from sparse_jax import Reference, paging, reference_store
-from sparse_jax.paging import PagedState
+from sparse_jax.paging import PagedState, PageView
 from sparse_jax.reference_store import Lease, Plan, ReferenceStore
 from sparse_jax.selectors import Attended, Dense, Selector
 
-PLANNED = {CAPTURE: reference_store.CAPTURE, CONSUME: reference_store.CONSUME}  # the same in the plans of a store
+Arguments = tuple[jax.Array, jax.Array, jax.Array, PageView]
+"""q [B, T, Hq, D], k_pages, v_pages and the view of one plane."""
 
 AttendPlane = Callable[..., Attended]
 """(selector, selector_state, plane i32[], q [B, T, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
@@ -102,15 +102,14 @@ class Step:
     def _segments(self, first: int, last: int) -> list[tuple[int, int, int]]:
         if self.reference is None:
             return [(first, last, SELECT)]
-        cut = [(max(a, first), min(b, last), mode) for a, b, mode in self.reference.segments(self.model.config.loops)]
-        return [segment for segment in cut if segment[0] < segment[1]]
+        return self.reference.segments(self.model.config.loops, first, last)
 
     def _attend(self, mode: int, cache: Cache) -> tuple[Attend, Cache]:
         """What the planes of loops of one mode do; their plan counts the stale slots of the rows."""
         plan = None
         if mode != SELECT and isinstance(cache.references, ReferenceStore):
             assert self.lease is not None
-            plan, stale = reference_store.plan(cache.references, self.lease, PLANNED[mode])
+            plan, stale = reference_store.plan(cache.references, self.lease, mode)
             cache = cache._replace(stale=cache.stale + stale)
 
         def attend(plane, q, k, v, cache: Cache):
@@ -124,14 +123,17 @@ class Step:
             view = dataclasses.replace(view, lengths=jnp.where(self.takes_part, lengths, 0))
             cache = cache._replace(stale=cache.stale + view.stale)
             arguments = q, *paging.flat(cache.paged.kv), view
-            out, read, cache = (self._select if mode == SELECT else self._refer(mode, plan))(plane, arguments, cache)
-            if mode == CAPTURE and self.seen is not None:
-                read = self.seen.max(axis=1, keepdims=True) * k.shape[2]
+            if mode == SELECT:
+                out, read, cache = self._select(plane, arguments, cache)
+            elif mode == CAPTURE:
+                out, read, cache = self._capture(plan, plane, arguments, cache)
+            else:
+                out, read, cache = self._consume(plan, plane, arguments, cache)
             return out, cache._replace(reads=cache.reads.at[plane].add(read.sum(axis=-1, dtype=jnp.int32)))
 
         return attend, cache
 
-    def _select(self, plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+    def _select(self, plane: jax.Array, arguments: Arguments, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
         q, k_pages, v_pages, view = arguments
         options: dict[str, Any] = {"implementation": self.implementation}
         rows = q.shape[:2]
@@ -147,24 +149,35 @@ class Step:
         read = attended.tokens_read.reshape(rows[0], -1)
         return out, read, cache._replace(selector=attended.state)
 
-    def _refer(self, mode: int, plan: Plan | None) -> Callable[..., tuple[jax.Array, jax.Array, Cache]]:
-        def refer(plane: jax.Array, arguments: tuple, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
-            references: Any = cache.references
-            layer, stale = plane % self.model.config.num_layers, jnp.int32(0)
-            rest: Any = (*arguments, self.implementation)
-            assert self.reference is not None
-            if plan is not None and mode == CAPTURE:
-                out, references, read, stale = capture_leased(self.reference, references, plan, layer, *rest)
-            elif plan is not None:
-                out, read, stale = consume_leased(references, plan, layer, *rest)
-            elif mode == CAPTURE:
-                at = self._places(references, layer, arguments[0])
-                out, references, read = capture(self.reference, references, at, *rest)
-            else:
-                out, read = consume(references, self._places(references, layer, arguments[0]), *rest)
-            return out, read, cache._replace(references=references, stale=cache.stale + stale)
+    def _capture(
+        self, plan: Plan | None, plane: jax.Array, arguments: Arguments, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        assert self.reference is not None
+        references: Any = cache.references
+        q, k_pages, _, view = arguments
+        layer, stale = plane % self.model.config.num_layers, cache.stale
+        if plan is None:
+            at = self._places(references, layer, q)
+            out, references = capture(self.reference, references, at, *arguments, self.implementation)
+        else:
+            out, references, more = capture_leased(
+                self.reference, references, plan, layer, *arguments, self.implementation
+            )
+            stale += more
+        # The keys are read once for all rows.
+        read = view.lengths[:, None] if self.seen is None else self.seen.max(axis=1, keepdims=True)
+        return out, read * k_pages.shape[1], cache._replace(references=references, stale=stale)
 
-        return refer
+    def _consume(
+        self, plan: Plan | None, plane: jax.Array, arguments: Arguments, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        references: Any = cache.references
+        layer = plane % self.model.config.num_layers
+        if plan is None:
+            at = self._places(references, layer, arguments[0])
+            return *consume(references, at, *arguments, self.implementation), cache
+        out, read, stale = consume_leased(references, plan, layer, *arguments, self.implementation)
+        return out, read, cache._replace(stale=cache.stale + stale)
 
     def _places(self, references: Reference, layer: jax.Array, q: jax.Array) -> jax.Array:
         if self.places is None:

@@ -23,9 +23,9 @@ from sparse_jax import Reference, reference_capture, reference_store, retained_c
 from sparse_jax.attention_call import Call
 from sparse_jax.paging import PageView
 from sparse_jax.reference import consume_rows, keys_seen
-from sparse_jax.reference_store import Plan, ReferenceStore
+from sparse_jax.reference_store import CAPTURE, CONSUME, DENSE, Plan, ReferenceStore
 
-SELECT, CAPTURE, CONSUME = 0, 1, 2  # what a loop does
+SELECT = DENSE  # what a loop does that neither captures nor consumes: ordinary attention, through the selector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,11 @@ class ReferenceCorrection:
         first = self.capture_loops[0]
         return tuple(CAPTURE if u in self.capture_loops else SELECT if u < first else CONSUME for u in range(loops))
 
-    def segments(self, loops: int) -> list[tuple[int, int, int]]:
-        """(first loop, last plus one, mode): neighbours that do the same."""
-        found: list[tuple[int, int, int]] = []
-        for loop, mode in enumerate(self.modes(loops)):
-            if found and found[-1][2] == mode:
-                found[-1] = (found[-1][0], loop + 1, mode)
-            else:
-                found.append((loop, loop + 1, mode))
-        return found
+    def segments(self, loops: int, first: int, last: int) -> list[tuple[int, int, int]]:
+        """(first loop, last plus one, mode): neighbours that do the same, of the loops first .. last - 1."""
+        by_mode = itertools.groupby(range(first, last), key=self.modes(loops).__getitem__)
+        runs = [(mode, list(run)) for mode, run in by_mode]
+        return [(run[0], run[-1] + 1, mode) for mode, run in runs]
 
 
 def empty_references(correction: ReferenceCorrection, config: ModelConfig, rows: int, tokens: int) -> Reference:
@@ -106,21 +102,17 @@ def capture(
     v_pages: jax.Array,
     view: PageView,
     implementation: str | None,
-) -> tuple[jax.Array, Reference, jax.Array]:
+) -> tuple[jax.Array, Reference]:
     """Dense attention of q [B, T, Hq, D] that publishes a reference of each row.
 
     at: i32[B, T] where it goes, -1 for nowhere; or i32[] where the first one goes, and the others behind it.
-    Returns (out [B, T, Hq, D], references, i32[B, 1] tokens read, summed over the KV heads: once for all rows).
+    Returns (out [B, T, Hq, D], references).
     """
-    seen, counts = _counts(correction, q, k_pages, view)
+    counts = _counts(correction, q, k_pages, view)
     output, new = reference_capture(
         q, k_pages, v_pages, view.page_table, view.lengths, counts,
         capacity=references.indices.shape[-1], implementation=implementation,
     )  # fmt: skip
-
-    # The next layer waits for what is kept of this one: else XLA may write into the pool while values are still read
-    # for it, and so copy the pool.
-    out, new = jax.lax.optimization_barrier((output.out, new))
 
     def put(old: jax.Array, rows: jax.Array) -> jax.Array:
         if at.ndim == 0:
@@ -128,7 +120,7 @@ def capture(
         # "drop" mode lets -1 wrap, so what goes nowhere goes past the end.
         return old.at[jnp.where(at >= 0, at, old.shape[0]).reshape(-1)].set(rows, mode="drop")
 
-    return out, jax.tree.map(put, references, new.flat(2)), seen[:, -1:] * k_pages.shape[1]
+    return output.out, jax.tree.map(put, references, new.flat(2))
 
 
 def consume(
@@ -164,13 +156,13 @@ def capture_leased(
     v_pages: jax.Array,
     view: PageView,
     implementation: str | None,
-) -> tuple[jax.Array, ReferenceStore, jax.Array, jax.Array]:
-    """`capture` of one layer into slots of a store. Returns (out, store, tokens read, stale i32[])."""
-    seen, counts = _counts(correction, q, k_pages, view)
+) -> tuple[jax.Array, ReferenceStore, jax.Array]:
+    """`capture` of one layer into slots of a store. Returns (out, store, stale i32[])."""
+    counts = _counts(correction, q, k_pages, view)
     output, store, stale = reference_store.capture(
         store, plan, layer, q, k_pages, v_pages, view.page_table, view.lengths, counts, implementation=implementation
     )
-    return output.out, store, seen[:, -1:] * k_pages.shape[1], stale
+    return output.out, store, stale
 
 
 def consume_leased(
@@ -191,16 +183,19 @@ def consume_leased(
     return out, _read(count, q, k_pages, view), stale + uncaptured
 
 
-def _counts(
-    correction: ReferenceCorrection, q: jax.Array, k_pages: jax.Array, view: PageView
-) -> tuple[jax.Array, jax.Array]:
-    """Keys that each row sees, and how many of them it keeps: i32[B, T] each."""
+def _seen(q: jax.Array, k_pages: jax.Array, view: PageView) -> tuple[jax.Array, int]:
+    """(keys that each row sees, i32[B, T]; the most that a row can see)."""
     tokens = view.page_table.shape[-1] * k_pages.shape[2]
-    seen = keys_seen(view.lengths, q.shape[1], tokens)
-    return seen, jnp.asarray(retained_counts(tokens, correction.retention))[seen]
+    return keys_seen(view.lengths, q.shape[1], tokens), tokens
+
+
+def _counts(correction: ReferenceCorrection, q: jax.Array, k_pages: jax.Array, view: PageView) -> jax.Array:
+    """How many of the keys that it sees each row keeps, i32[B, T]."""
+    seen, tokens = _seen(q, k_pages, view)
+    return jnp.asarray(retained_counts(tokens, correction.retention))[seen]
 
 
 def _read(count: jax.Array, q: jax.Array, k_pages: jax.Array, view: PageView) -> jax.Array:
     """Tokens that corrected rows read, summed over the heads: i32[B, T] of the counts of their references."""
-    full = count == keys_seen(view.lengths, q.shape[1], view.page_table.shape[-1] * k_pages.shape[2])
+    full = count == _seen(q, k_pages, view)[0]
     return count * jnp.where(full, k_pages.shape[1], q.shape[2])

@@ -28,7 +28,7 @@ from flax import nnx
 
 from models import speculation_accept
 from models.decode import DecodeOptions, DecodeState, StepOutput
-from models.exit_gate import select_exit
+from models.exit_gate import chosen_exit, select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import Cache, Step
 from models.reference import empty_references
@@ -78,7 +78,7 @@ class RoundOutput(NamedTuple):
     drafted: jax.Array  # i32[B] drafts that were verified; 0 where the request took no part
     accepted: jax.Array  # i32[B] how many of them stay; -1 where the request took no part
     lengths: jax.Array  # i32[B] tokens in the cache after the round; 0 where the request took no part
-    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read by drafts and by verify; padding reads, too
+    tokens_read: jax.Array  # i32[planes, B] cached tokens that were read by drafts and by verify
     exit_loop: jax.Array  # i32[B, K + 1], -1 for rows that do not stay
     stale: jax.Array  # i32[]
     retained: jax.Array | None = None  # f32[2, B] mass of the references of rows that stay: mean and least, else 1
@@ -160,7 +160,8 @@ def leased_round(
     cache = _cache(model, options, paged, room, store)
     candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
     output, cache = _verify(model, options, speculation, room, drafted, cache)
-    hidden, exit_loop = _exits(model, output, options)
+    exits = chosen_exit(model.config, options.exit_threshold, options.exit_step)
+    hidden, exit_loop = select_exit(output.hidden, output.gate_logits, **exits)
     tokens, accepted = speculation_accept.accept(
         model.logits(hidden), candidates, q, room.drafts, state.keys, state.generated, options.sampling
     )
@@ -306,15 +307,6 @@ def _verify(
     )
     output, cache = step.run(drafted.hidden[-1], positions, cache, speculation.draft_loops)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), drafted, output), cache
-
-
-def _exits(model: LoopedModel, output: LoopOutput, options: DecodeOptions) -> tuple[jax.Array, jax.Array]:
-    """The hidden states [B, K + 1, H] that give the logits, and their loops i32[B, K + 1], as in a plain step."""
-    threshold, step = options.exit_threshold, options.exit_step
-    if threshold is None and step is None:
-        step = model.config.exit_step
-    threshold = model.config.exit_threshold if threshold is None else threshold
-    return select_exit(output.hidden, output.gate_logits, threshold=threshold, step=step)
 
 
 def _commit(

@@ -4,7 +4,6 @@ It is a suite like those of `sparse_jax.bench`; the console app adds it to them,
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,10 +13,11 @@ from flax import nnx
 
 from models.decode import DecodeOptions, DecodeState, decode_chunk
 from models.ouro import Ouro, OuroConfig
-from models.reference import ReferenceCorrection
+from models.reference import CONSUME, ReferenceCorrection
 from models.sampling import request_keys
 from sparse_jax import paging
 from sparse_jax.bench.entries import Candidate, Entry, measure
+from sparse_jax.bench.inputs import normal_in_chunks
 from sparse_jax.bench.report import Row
 from sparse_jax.bench.timing import Effort, Plan, Timing, timed
 from sparse_jax.paging import PagedKV
@@ -66,7 +66,7 @@ class OuroShape:
             return self.kv_bytes
         c = self.config
         kept = correction.retention * c.num_heads / c.num_kv_heads
-        loops = [kept if mode == 2 else 1.0 for mode in correction.modes(c.loops)]
+        loops = [kept if mode == CONSUME else 1.0 for mode in correction.modes(c.loops)]
         return int(self.kv_bytes * sum(loops) / c.loops)
 
 
@@ -86,12 +86,13 @@ class Loop:
 
     def __init__(self, case: OuroShape) -> None:
         self.case = case
-        config, dtype = case.config, jnp.dtype(case.dtype)
-        make = jax.jit(lambda: nnx.state(Ouro(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)))
-        self.graph = nnx.graphdef(
-            nnx.eval_shape(lambda: Ouro(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype))
-        )
-        self.params = make()
+        dtype = jnp.dtype(case.dtype)
+
+        def model() -> Ouro:
+            return Ouro(case.config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+
+        self.graph = nnx.graphdef(nnx.eval_shape(model))
+        self.params = jax.jit(lambda: nnx.state(model()))()
         self.state = self._new_state()
 
     def _new_state(self) -> DecodeState:
@@ -112,8 +113,10 @@ class Loop:
             counts = jnp.full(case.batch, case.context, jnp.int32)
             paged, _ = paging.reserve(paged, counts, case.context)
             zeros = jnp.zeros(case.batch, jnp.int32)
+            keys = jax.random.split(jax.random.key(0))
+            k, v = (normal_in_chunks(key, x.shape, 1, x.dtype) for key, x in zip(keys, (paged.kv.k, paged.kv.v)))
             return DecodeState(
-                paged=dataclasses.replace(paged, kv=PagedKV(_random(0, paged.kv.k), _random(1, paged.kv.v))),
+                paged=dataclasses.replace(paged, kv=PagedKV(k, v)),
                 selector=(),
                 tokens=zeros,
                 generated=zeros,
@@ -124,16 +127,6 @@ class Loop:
             )
 
         return jax.jit(empty)()
-
-
-def _random(seed: int, pool: jax.Array) -> jax.Array:
-    """Normal numbers, plane by plane: a pool of many GB must not need its bits twice."""
-
-    def fill(plane: jax.Array, pool: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), plane)
-        return pool.at[plane].set(jax.random.normal(key, pool.shape[1:], pool.dtype))
-
-    return jax.lax.fori_loop(0, pool.shape[0], fill, pool)
 
 
 class Steps:
@@ -187,11 +180,7 @@ def rows(case: OuroShape, plan: Plan) -> Iterator[Row]:
 
         name_of = "triton" if jax.default_backend() == "gpu" else "xla"
         row = Row(case=case.name, op=name, implementation=name_of, bytes=nbytes)
-        return Entry(row, functools.partial(_candidates, loop, correction), finish, plan.effort)
+        return Entry(row, lambda: [Candidate(Steps(loop, correction))], finish, plan.effort)
 
     wanted = {name: correction for name, correction in variants.items() if plan.only in name}
     yield from measure([entry(name, correction) for name, correction in wanted.items()], plan)
-
-
-def _candidates(loop: Loop, correction: ReferenceCorrection | None) -> list[Candidate]:
-    return [Candidate(Steps(loop, correction))]

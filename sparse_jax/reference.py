@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import checkify
 
 import pallas_kernels
@@ -183,13 +184,16 @@ def _capture(operands: tuple[jax.Array, ...], capacity: int, options: Options) -
             *args, capacity=capacity, scale=options.scale, config=config, interpret=interpret
         )
 
-    out, lse, indices, *sums = dispatch.run(
+    found = dispatch.run(
         options.implementation,
         (q, k_pages, v_pages, page_table, lengths, seen, counts),
         xla=meaning,
         kernel=kernel,
         refusal=refusal_of(k_pages, v_pages),
     )
+    # Who goes on with the output waits for what is kept, too: else XLA may write the next layer into the pool while
+    # values are still read for this one, and so copy the pool.
+    out, lse, indices, *sums = lax.optimization_barrier(found)
     return AttentionOutput(out, lse), Reference(indices, counts, *sums)
 
 

@@ -1,7 +1,7 @@
 """Random inputs of a case, made on the device: full pools, shuffled page tables, distinct chosen ids. Never zeros."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,16 @@ class Lists(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "chunk", "dtype"))
-def _random_pool(key: jax.Array, shape: tuple[int, ...], chunk: int, dtype: str) -> jax.Array:
+def normal_in_chunks(key: jax.Array, shape: tuple[int, ...], chunk: int, dtype: Any) -> jax.Array:
+    """Normal numbers, `chunk` of the first axis at a time: a pool of many GB must not need its bits twice."""
     keys = jax.random.split(key, shape[0] // chunk)
     return lax.map(lambda key: jax.random.normal(key, (chunk, *shape[1:]), dtype), keys).reshape(shape)
 
 
 def random_pool(key: jax.Array, case: DecodeShape) -> jax.Array:
-    """[N, Hkv, P, D] normal numbers, filled chunk by chunk: a pool of many GB must not need its bits twice."""
+    """[N, Hkv, P, D] normal numbers."""
     shape = (case.pages, case.kv_heads, case.page_size, case.head_dim)
-    return _random_pool(key, shape, case.chunk_pages, case.dtype)
+    return normal_in_chunks(key, shape, case.chunk_pages, case.dtype)
 
 
 def make_pools(case: DecodeShape, seed: int = 0) -> Pools:

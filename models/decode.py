@@ -164,10 +164,15 @@ def _decode_output(model: LoopedModel, output: LoopOutput, cache: Cache, thresho
     return DecodeOutput(model.logits(hidden), loop, *state)
 
 
+def stops(tokens: jax.Array, options: DecodeOptions) -> jax.Array:
+    """Which tokens i32[...] end a text, bool[...]."""
+    return jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32))
+
+
 def _choose(logits, state: DecodeState, ready: jax.Array, options: DecodeOptions) -> tuple[DecodeState, jax.Array]:
     """Sample for the requests that are `ready` -> (state, emitted i32[B]: the new tokens, -1 for none or a stop)."""
     tokens = sample(logits, state.keys, state.generated, options.sampling)
-    stopped = jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32)) if options.stop_ids else jnp.zeros_like(ready)
+    stopped = stops(tokens, options)
     generated = state.generated + ready
     state = dataclasses.replace(
         state,

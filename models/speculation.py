@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import speculation_accept
-from models.decode import DecodeOptions, DecodeState, StepOutput
+from models.decode import DecodeOptions, DecodeState, StepOutput, stops
 from models.exit_gate import chosen_exit, select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import Cache, Step
@@ -320,12 +320,9 @@ def _commit(
 ) -> tuple[DecodeState, RoundOutput]:
     """Keeps tokens 0 .. accepted of each request, up to a stop token, and takes the others back."""
     rows = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    stops = (
-        jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32)) if options.stop_ids else jnp.zeros_like(room.real)
-    )
-    stops &= rows <= accepted[:, None]
-    stopped = stops.any(axis=1)
-    accepted = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32), accepted)
+    ends = stops(tokens, options) & (rows <= accepted[:, None])
+    stopped = ends.any(axis=1)
+    accepted = jnp.where(stopped, jnp.argmax(ends, axis=1).astype(jnp.int32), accepted)
     stays = room.granted[:, None] & (rows <= accepted[:, None])
     committed = jnp.where(room.granted, accepted + 1, 0)
 
@@ -342,7 +339,7 @@ def _commit(
         done=state.done | (room.granted & (stopped | (generated >= state.limits))),
     )
     return state, RoundOutput(
-        tokens=jnp.where(stays & ~stops, tokens, -1),
+        tokens=jnp.where(stays & ~ends, tokens, -1),
         drafted=jnp.where(room.granted, room.drafts, 0),
         accepted=jnp.where(room.granted, accepted, -1),
         lengths=jnp.where(room.granted, room.base + committed, 0),

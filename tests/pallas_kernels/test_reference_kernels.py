@@ -90,6 +90,7 @@ def test_lowers_for_cuda(name):
     ours = [f"reference_{kernel}" for kernel in ("capture", "sum", "consume", "merge")]
     for kernel in ("paged_decode", "top_k", *ours):
         assert kernel in text, kernel
+    assert "optimization_barrier" in text, "without it XLA may copy the pool between a capture and the next write"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def attend(
     common = scales["k"] is not None and scales["k"].ndim == 1
     factor: Any = shape.scale * scales["k"][0] if common else shape.scale  # of the scores: f32[] or f32[block_rows, 1]
     if compute == jnp.float16 and q_ref.dtype != compute:
-        q, power = _into_range(q)
+        q, power = into_range(q)
         factor = factor * power
     q = [part.astype(compute) for part in q]
     step = functools.partial(
@@ -107,11 +107,24 @@ def attend(
         carry = lax.fori_loop(first, middle, functools.partial(step, mixed=False), carry)
         carry = lax.fori_loop(middle, last, functools.partial(step, mixed=True), carry)
     v_scale = scales["v"][0] if scales["v"] is not None and scales["v"].ndim == 1 else None
-    _write(carry, v_scale, out_ref, lse_ref, program=program, shape=shape, stored=v_ref.dtype)
+    stored = columns(shape.value_width, v_ref.dtype)
+    write_rows(carry, v_scale, stored, out_ref, lse_ref, program=program, shape=shape)
 
 
-def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Program, shape: Shape, stored: Any) -> None:
-    """Divides by the softmax sum, multiplies by the scale of all values, and stores the rows that exist."""
+def write_rows(
+    carry: Any,
+    factor: Any,
+    stored: list[tuple[jax.Array, jax.Array]],
+    out_ref: Any,
+    lse_ref: Any,
+    *,
+    program: Program,
+    shape: Shape,
+) -> None:
+    """Divides by the softmax sum, multiplies by the scale of all values, and stores the rows that exist.
+
+    stored: ids of the columns of each part of the sums, and whether they lie inside the width.
+    """
     group, head, split, rows = program
     is_row = rows < shape.rows
     m, l, acc = carry
@@ -119,7 +132,7 @@ def _write(carry: Any, factor: Any, out_ref: Any, lse_ref: Any, *, program: Prog
     lowering.store(
         lse_ref.at[split, group, head, rows], jnp.where(l == 0, -jnp.inf, (m + jnp.log2(safe_l)) * LN2), mask=is_row
     )
-    for (cols, inside), part in zip(columns(shape.value_width, stored), acc, strict=True):
+    for (cols, inside), part in zip(stored, acc, strict=True):
         # Selected, not divided: a padding row next to rows that attend a NaN must still be 0.
         out = jnp.where((l == 0)[:, None], 0.0, part / safe_l[:, None])
         out = (out if factor is None else out * factor).astype(out_ref.dtype)
@@ -138,7 +151,7 @@ def product_dtype(q_dtype: Any, cache_dtype: Any) -> Any:
     return q_dtype if cache_dtype.itemsize < 2 else jnp.promote_types(q_dtype, cache_dtype)
 
 
-def _into_range(q: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+def into_range(q: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Rows of bfloat16 queries over a power of two that float16 can hold, and that power, f32[rows, 1].
 
     What is lost is below 2^-24 of the largest number of a row.
@@ -226,12 +239,7 @@ def _attend_block(
             scores_ref.at[program.group, program.head, program.rows[:, None], position[None, :]], s, mask=mask
         )
 
-    m_new = jnp.maximum(m, jnp.max(s, axis=1))
-    # A row that has seen no key yet keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0 and makes no NaN.
-    shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-    decay = jnp.exp2(m - shift)
-    p = jnp.exp2(s - shift[:, None])
-    l = l * decay + jnp.sum(p, axis=1)
+    m_new, l, p, decay = softmax_step(s, m, l)
     after = None
     if scales["v"] is not None and scales["v"].ndim > 1:
         p = p * _token_scale(scales["v"], keys, kv_head)
@@ -241,6 +249,16 @@ def _attend_block(
     sums = [_weighted_sum(p, value, keys, compute, mixed) for value in v]
     sums = sums if after is None else [part * after for part in sums]
     return m_new, l, tuple(part * decay[:, None] + new for part, new in zip(acc, sums, strict=True))
+
+
+def softmax_step(s: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(new m, new l, probabilities over exp2(new m), what older sums decay by) for scores s [rows, block] in base 2."""
+    m_new = jnp.maximum(m, jnp.max(s, axis=1))
+    # A row that has seen no key yet keeps m = -inf; subtracting 0 instead leaves exp2(-inf) = 0 and makes no NaN.
+    shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+    decay = jnp.exp2(m - shift)
+    p = jnp.exp2(s - shift[:, None])
+    return m_new, l * decay + jnp.sum(p, axis=1), p, decay
 
 
 def _into_unit(p: jax.Array) -> tuple[jax.Array, jax.Array]:

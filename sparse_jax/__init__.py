@@ -10,6 +10,8 @@ from sparse_jax.attention import paged_attention as paged_attention
 from sparse_jax.attention import token_sparse_attention as token_sparse_attention
 from sparse_jax.attention_call import AttentionOutput as AttentionOutput
 from sparse_jax.h2o import h2o_accumulate as h2o_accumulate
+from sparse_jax.latent import indexer_scores as indexer_scores
+from sparse_jax.latent import mla_sparse_attention as mla_sparse_attention
 from sparse_jax.ops import merge_attention as merge_attention
 from sparse_jax.ops import retained_count as retained_count
 from sparse_jax.ops import to_slots as to_slots

@@ -14,7 +14,7 @@ def merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -
 
         lse = max + log(sum_i w_i),  out = sum_i w_i out_i / sum_i w_i * sigmoid(lse - sink)
 
-    The last factor is the sum without the sink over the sum with it.
+    The last factor is the sum without the sink over the sum with it. NaN stays NaN.
     """
     top = jnp.max(lses, axis=0, initial=-jnp.inf)
     top = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))

@@ -1,0 +1,177 @@
+"""Sparse MLA decode: attention of all heads over chosen latents, each of them key and value of every head.
+
+For row r, the chosen latents x[t] and their first d_c columns v[t]:
+
+    s[r, t] = scale * q[r] . x[t],  out[r] = sum_t softmax(s[r])[t] v[t],  lse[r] = log sum_t exp(s[r, t])
+
+A latent is read once, for the score and for the sum. Scales of stored groups of columns are factors of the scores and
+of the probabilities, not of every element.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) for the absorbed form, DeepSeek-V3.2 for the sparse one; FlashMLA's formats.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import lowering
+from pallas_kernels.config import INT32_MAX, Config, Launch, next_power_of_two
+from pallas_kernels.decode_call import Program, Shape, from_tiles, launch_splits, split_range, this_program, to_tiles
+from pallas_kernels.latent_rows import LatentRow
+from pallas_kernels.online_softmax import LOG2E, Keys, into_range, softmax_step, write_rows
+
+
+def mla_sparse_decode_kernel(
+    # inputs
+    q_ref,  # [groups, 1, rows, E]
+    pool_refs,  # views of the pool, see LatentRow.operands
+    slots_ref,  # i32[groups, C]
+    # outputs
+    out_ref,  # [splits, groups, 1, rows, d_c]
+    lse_ref,  # f32[splits, groups, 1, rows]
+    *,
+    row: LatentRow,
+    shape: Shape,
+    launch: Launch,
+):
+    """One program: a tile of heads against a share of the chosen latents."""
+    program = this_program(shape, launch)
+    chosen, columns = slots_ref.shape[-1], row.columns()
+    compute, halves = _compute(q_ref.dtype, pool_refs[0].dtype, row)
+    is_row = program.rows < shape.rows
+    q = [
+        lowering.load(
+            q_ref.at[program.group, 0, program.rows[:, None], c.ids[None, :]],
+            mask=is_row[:, None] & c.inside[None, :],
+            other=0.0,
+        )
+        for c in columns
+    ]
+    factor: Any = shape.scale * LOG2E
+    if halves and q_ref.dtype == jnp.bfloat16:
+        q, power = into_range(q)
+        factor = factor * power
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        m, l, sums = carry
+        keys = _locate(slots_ref, program, index * launch.block_tokens, chosen, shape, launch)
+        parts = row.load(pool_refs, keys, compute, shape.interpret)
+        s = jnp.zeros((), jnp.float32)
+        for q_part, part in zip(q, parts, strict=True):
+            product = lowering.dot(q_part.astype(part.rows.dtype), part.rows.T)
+            s = s + (product if part.scale is None else product * part.scale[None, :])
+        s = jnp.where(keys.visible, s * factor, -jnp.inf)
+        m, l, p, decay = softmax_step(s, m, l)
+        values = [part for part, c in zip(parts, columns, strict=True) if c.is_value]
+        new = [_weighted_sum(p, part.rows, part.scale) for part in values]
+        return m, l, tuple(old * decay[:, None] + more for old, more in zip(sums, new, strict=True))
+
+    size, values = launch.block_rows, [c for c in columns if c.is_value]
+    carry = (
+        jnp.full((size,), -jnp.inf, jnp.float32),
+        jnp.zeros((size,), jnp.float32),
+        tuple(jnp.zeros((size, c.ids.size), jnp.float32) for c in values),
+    )
+    first, last = split_range(0, chosen, chosen, program, launch)
+    carry = lax.fori_loop(first, last, step, carry)
+    write_rows(carry, None, [(c.ids, c.inside) for c in values], out_ref, lse_ref, program=program, shape=shape)
+
+
+def _compute(q_dtype: Any, pool_dtype: Any, row: LatentRow) -> tuple[Any, bool]:
+    """(what plain rows are multiplied in, whether rows come as float16)."""
+    if row.format == "plain":
+        return jnp.promote_types(q_dtype, pool_dtype), False
+    return q_dtype, q_dtype != jnp.float32
+
+
+def _locate(slots_ref: Any, program: Program, start: jax.Array, chosen: int, shape: Shape, launch: Launch) -> Keys:
+    """Where the latents of the block from list position `start` on lie."""
+    place = start + jnp.arange(launch.block_tokens, dtype=jnp.int32)
+    listed = place < chosen
+    slot = lowering.load(slots_ref.at[program.group, jnp.where(listed, place, 0)], mask=listed, other=-1)
+    present = (slot >= 0) & (slot < min(shape.pages * shape.page_size, INT32_MAX))
+    slot = jnp.where(present, slot, 0)
+    page, offset = lax.div(slot, jnp.int32(shape.page_size)), lax.rem(slot, jnp.int32(shape.page_size))
+    return Keys(page, offset, present, present[None, :])
+
+
+def _weighted_sum(p: jax.Array, v: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """p @ (scale * v). The scales go to the probabilities, over a power of two near the largest: float16 holds them."""
+    if scale is None:
+        return lowering.dot(p.astype(v.dtype), v)
+    if v.dtype == jnp.float32:
+        return lowering.dot(p * scale[None, :], v)
+    largest = jnp.max(jnp.where(scale < jnp.inf, scale, 0.0))
+    bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    power = lax.bitcast_convert_type(bits, jnp.float32)
+    power = jnp.where(power > 0, power, 1.0)
+    return lowering.dot((p * (scale / power)[None, :]).astype(v.dtype), v) * power
+
+
+def resolve_mla(config: Config | None, *, groups: int, rows: int, chosen: int) -> Launch:
+    """Decides every field of a config from shapes. groups: lists of `chosen` latents, for `rows` query rows each."""
+    config = config or Config()
+    block_rows = config.block_rows or min(64, max(16, next_power_of_two(rows)))
+    block_tokens = config.block_tokens or (64 if block_rows == 64 else 32)
+    num_warps = config.num_warps or (8 if block_rows == 64 else 4)
+    programs = groups * -(-rows // block_rows)
+    blocks = -(-chosen // block_tokens)
+    wanted = 16 if config.exact else max(1, lowering.MULTIPROCESSORS // programs)
+    return Launch(
+        block_tokens=block_tokens,
+        block_rows=block_rows,
+        num_warps=num_warps,
+        num_stages=config.num_stages or 2,
+        splits=config.splits or max(1, min(wanted, blocks)),
+        exact=config.exact,
+    )
+
+
+def mla_sparse_decode(
+    q: jax.Array,
+    pool: jax.Array,
+    slots: jax.Array,
+    *,
+    row: LatentRow,
+    scale: float,
+    out_dtype: Any,
+    config: Config | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over chosen latents.
+
+    q [B, T, Hq, E]; pool [N, P, E], or u8[N, P, bytes] in the format of `row`; slots i32[B, Tp, C], Tp = 1 (shared by
+    the T rows) or T. Returns out [B, T, Hq, d_c] of out_dtype and lse f32[B, T, Hq].
+    """
+    batch, t_rows, heads, width = q.shape
+    per_token = slots.shape[1] > 1
+    rows = heads if per_token else t_rows * heads
+    shape = Shape(
+        groups=batch * t_rows if per_token else batch,
+        kv_heads=1,
+        rows=rows,
+        group_size=heads,
+        pages=pool.shape[0],
+        page_size=pool.shape[1],
+        key_width=width,
+        value_width=row.latent_dim,
+        scale=scale,
+        soft_cap=None,
+        interpret=interpret,
+    )
+    chosen = slots.shape[-1]
+    launch = resolve_mla(config, groups=shape.groups, rows=rows, chosen=chosen)
+    out, lse, _ = launch_splits(
+        functools.partial(mla_sparse_decode_kernel, row=row, shape=shape, launch=launch),
+        (to_tiles(q, shape), row.operands(pool), slots.reshape(shape.groups, chosen)),
+        name="mla_sparse_decode",
+        shape=shape,
+        launch=launch,
+        out_dtype=out_dtype,
+    )
+    return from_tiles(out, shape, q.shape), from_tiles(lse, shape, q.shape)

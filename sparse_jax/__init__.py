@@ -3,6 +3,7 @@
 from pallas_kernels import Config as Config
 from sparse_jax import compaction as compaction
 from sparse_jax import paging as paging
+from sparse_jax import prefill_chunks as prefill_chunks
 from sparse_jax import reference_store as reference_store
 from sparse_jax import selectors as selectors
 from sparse_jax.attention import page_sparse_attention as page_sparse_attention
@@ -10,6 +11,8 @@ from sparse_jax.attention import paged_attention as paged_attention
 from sparse_jax.attention import token_sparse_attention as token_sparse_attention
 from sparse_jax.attention_call import AttentionOutput as AttentionOutput
 from sparse_jax.h2o import h2o_accumulate as h2o_accumulate
+from sparse_jax.index_sharing import index_layers as index_layers
+from sparse_jax.index_sharing import plane_slots as plane_slots
 from sparse_jax.latent import indexer_scores as indexer_scores
 from sparse_jax.latent import mla_sparse_attention as mla_sparse_attention
 from sparse_jax.ops import merge_attention as merge_attention

@@ -109,8 +109,9 @@ def merge_attention(outs: Any, lses: Any, *, sinks: Any = None) -> AttentionOutp
     outs: [parts, ..., Hq, Dv], computed without sinks. lses: f32[parts, ..., Hq], natural logarithm. sinks: f32[Hq] or
     None.
     Returns AttentionOutput with out in the dtype of outs and lse without sinks. Float32 inside. A part with lse = -inf
-    is selected away, whatever its out holds; if all are, out is 0 and lse -inf. Raises ValueError for shapes that do
-    not fit.
+    is selected away, whatever its out holds; if all are, out is 0 and lse -inf. An lse of NaN or +inf, which other
+    kernels give an empty row, counts as -inf; so a part that attended a NaN is left out, too. Raises ValueError for
+    shapes that do not fit.
     """
     outs, lses = as_float("outs", outs), as_array("lses", lses)
     require(outs.ndim >= 3 and outs.shape[0] >= 1, f"outs must be [parts, ..., Hq, Dv], got {list(outs.shape)}")
@@ -123,6 +124,8 @@ def merge_attention(outs: Any, lses: Any, *, sinks: Any = None) -> AttentionOutp
 
 @jax.jit
 def _merge_attention(outs: jax.Array, lses: jax.Array, sinks: jax.Array | None) -> AttentionOutput:
+    # Here and not in the meaning: the splits of our own kernels keep the NaN of a row that attends one.
+    lses = jnp.where(lses < jnp.inf, lses, -jnp.inf)
     out, lse = xla.merge_attention(outs, lses, sinks)
     return AttentionOutput(out.astype(outs.dtype), lse)
 

@@ -49,7 +49,9 @@ class Cache(NamedTuple):
     stale: jax.Array  # i32[]
     # layer * rows + row, or slots that outlive the step; None without reference correction
     references: Reference | ReferenceStore | None = None
-    keys: jax.Array | None = None  # [planes, B, rows, Hkv, D] as they were computed, where a caller wants them back
+    # As they were computed, where a caller wants them back:
+    keys: jax.Array | None = None  # [planes, B, rows, Hkv, D]
+    queries: jax.Array | None = None  # [planes, B, rows, Hq, D]
 
     @staticmethod
     def of(
@@ -57,10 +59,11 @@ class Cache(NamedTuple):
         selector: Any,
         references: Reference | ReferenceStore | None = None,
         keys: jax.Array | None = None,
+        queries: jax.Array | None = None,
     ) -> Cache:
         """Before the first plane."""
         reads = jnp.zeros((paged.kv.planes, paged.table.lengths.shape[0]), jnp.int32)
-        return Cache(paged, selector, reads, jnp.int32(0), references, keys)
+        return Cache(paged, selector, reads, jnp.int32(0), references, keys, queries)
 
     def after(self, stored: tuple[PagedState, Any, jax.Array]) -> Cache:
         """With what `Selector.store` returned."""
@@ -82,7 +85,7 @@ class Step:
     reference: ReferenceCorrection | None = None
     # The rows of drafts are steps of one token first and a batch of rows afterwards:
     places: jax.Array | None = None  # i32[B, T] of each row's reference in a layer, -1 none; None: b * T + t
-    column: Any = 0  # of the first row in `Cache.keys`
+    column: Any = 0  # of the first row in `Cache.keys` and `Cache.queries`
     seen: jax.Array | None = None  # i32[B, T] keys that each row sees, 0 for rows that do not exist; None: all exist
     lease: Lease | None = None  # of the rows' slots, [B, T], where `Cache.references` is a store
 
@@ -114,10 +117,8 @@ class Step:
 
         def attend(plane, q, k, v, cache: Cache):
             cache = cache.after(self.selector.store(cache.paged, cache.selector, plane, self.room, k, v))
-            if cache.keys is not None:
-                at = plane, 0, self.column, 0, 0
-                keys = jax.lax.dynamic_update_slice(cache.keys, k[None].astype(cache.keys.dtype), at)
-                cache = cache._replace(keys=keys)
+            at = plane, 0, self.column, 0, 0
+            cache = cache._replace(keys=_kept(cache.keys, k, at), queries=_kept(cache.queries, q, at))
             view = paging.view(cache.paged, plane)
             lengths = view.lengths if self.lengths is None else self.lengths
             view = dataclasses.replace(view, lengths=jnp.where(self.takes_part, lengths, 0))
@@ -137,6 +138,8 @@ class Step:
         q, k_pages, v_pages, view = arguments
         options: dict[str, Any] = {"implementation": self.implementation}
         rows = q.shape[:2]
+        if self.seen is not None and self.selector.accumulates:
+            return self._select_in_turn(plane, arguments, cache)
         if self.seen is not None and isinstance(self.selector, Dense):  # the rows share one walk over the keys
             view = dataclasses.replace(view, lengths=self.seen.max(axis=1))
             options["q_positions"] = self.seen - 1
@@ -148,6 +151,23 @@ class Step:
         out = attended.output.out.reshape(*rows, *attended.output.out.shape[2:])
         read = attended.tokens_read.reshape(rows[0], -1)
         return out, read, cache._replace(selector=attended.state)
+
+    def _select_in_turn(
+        self, plane: jax.Array, arguments: Arguments, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """Each row chooses by what those before it have added to the selector's state."""
+        q, k_pages, v_pages, view = arguments
+        assert self.seen is not None
+
+        def row(state: Any, x: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+            q, seen = x
+            its_view = dataclasses.replace(view, lengths=seen)
+            options = {"implementation": self.implementation}
+            attended = self.attend(self.selector, state, plane, q[:, None], k_pages, v_pages, its_view, **options)
+            return attended.state, (attended.output.out[:, 0], attended.tokens_read)
+
+        state, (out, read) = jax.lax.scan(row, cache.selector, (q.swapaxes(0, 1), self.seen.T))
+        return out.swapaxes(0, 1), read.sum(axis=0, dtype=jnp.int32), cache._replace(selector=state)
 
     def _capture(
         self, plan: Plan | None, plane: jax.Array, arguments: Arguments, cache: Cache
@@ -184,3 +204,8 @@ class Step:
             return layer * (q.shape[0] * q.shape[1])
         of_layer = references.count.shape[0] // self.model.config.num_layers
         return jnp.where(self.places >= 0, layer * of_layer + self.places, -1)
+
+
+def _kept(kept: jax.Array | None, new: jax.Array, at: tuple[Any, ...]) -> jax.Array | None:
+    """With the new rows at their place, where any are kept."""
+    return None if kept is None else jax.lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), at)

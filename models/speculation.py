@@ -6,15 +6,16 @@ A round of K drafts, d of U loops deep, for requests whose next input is token s
               The last step only fills its planes
     verify    loops d .. U - 1 of all K + 1 rows at once, from the hidden states that the drafts left
     accept    the leading drafts that the target would have chosen, and the target's token after them
-    roll back the tokens behind these: their pages, and what the selector noted about them
+    roll back the tokens behind these: their pages, and what the selector knows of them
 
 So a round yields 1 to K + 1 tokens, those that plain decoding would give, and runs the deeper loops once. Lengths,
 positions and acceptance stay on the device: rounds are one `lax.scan`, and where drafts touch few pages
 (`page_allocation.MOST_COLUMNS`) nothing in them waits for the host.
 
 A request drafts less than K where its limit, its table or the free pages end; the rows behind are padding. Each row
-chooses its pages by itself, as in a step of its own. Only the summaries that it chooses by know the keys of all K + 1
-rows then, so a page that holds drafts may be chosen where plain decoding would not; elsewhere the choice is the same.
+chooses what it reads by itself, as in a step of its own. Only summaries of pages know the keys of all K + 1 rows then,
+so a page that holds drafts may be chosen where plain decoding would not; elsewhere the choice is the same. What a
+selector accumulates (H2O) a row sees as the rows before it have left it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import speculation_accept
+from models import speculation_accept, speculation_rollback
 from models.decode import DecodeOptions, DecodeState, StepOutput, stops
 from models.exit_gate import chosen_exit, select_exit
 from models.interface import LoopedModel, LoopOutput
 from models.loops import Cache, Step
-from models.reference import empty_references
+from models.reference import ReferenceCorrection, empty_references
 from sparse_jax import Reference, paging, slot_pool
 from sparse_jax.paging import PagedState, Reservation
 from sparse_jax.reference_store import Lease, ReferenceStore
 from sparse_jax.selectors import Selector
-from sparse_jax.selectors.tokens import TokenSelector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,20 +55,24 @@ class Speculation:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
 
-    def check(self, loops: int, selector: Selector) -> None:
-        """Raises ValueError unless a model of `loops` loops, read through the selector, can draft and verify so."""
+    def check(self, loops: int, selector: Selector, reference: ReferenceCorrection | None = None) -> None:
+        """Raises ValueError unless a model of `loops` loops, read through these, can draft and verify so."""
         if not self.draft_loops < loops:
             raise ValueError(
                 f"draft_loops must leave a loop to verify with: the model has {loops}, got {self.draft_loops}"
             )
         name = type(selector).__name__
-        if not selector.shareable:
+        if not (selector.shareable or selector.accumulates):
             raise ValueError(
-                f"speculation cannot take drafts back from the selector {name}: what it sums up or forgets for a "
-                "request has no state from before the draft; use one that only remembers pages, or none"
+                f"speculation cannot take drafts back from the selector {name}: it drops or moves tokens of a "
+                "request, and they would not come back (`shareable` and `accumulates` are False); use one that keeps "
+                "all of them, or none"
             )
-        if isinstance(selector, TokenSelector):
-            raise ValueError(f"speculation verifies several rows at once, and the selector {name} takes one a step")
+        if selector.accumulates and reference is not None:
+            raise ValueError(
+                f"reference correction cannot be combined with the selector {name}: the corrected loops would not tell "
+                "it what they attend to"
+            )
 
 
 class RoundOutput(NamedTuple):
@@ -155,7 +159,7 @@ def leased_round(
     lease: [B, K + 1], a slot of each row. A request without a live slot for its first row takes no part, and one drafts
     no further than its live slots reach. The lease is the caller's to accept and to release.
     """
-    speculation.check(model.config.loops, options.selector)
+    speculation.check(model.config.loops, options.selector, options.reference)
     paged, room = _reserve(model, state, options.selector, speculation.drafts, store, lease)
     cache = _cache(model, options, paged, room, store)
     candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
@@ -228,15 +232,17 @@ def _reserve(
 def _cache(
     model: LoopedModel, options: DecodeOptions, paged: PagedState, room: Room, store: ReferenceStore | None
 ) -> Cache:
-    """Before the first plane: references of every row, and where keys are kept for a selector that remembers some."""
-    rows, references, keys = room.real, store, None
+    """Before the first plane: references of every row, and room for what `speculation_rollback` tells again."""
+    rows, references, keys, queries = room.real, store, None, None
     if options.reference is not None and store is None:
         tokens = paged.table.pages.shape[1] * paged.kv.page_size
         references = empty_references(options.reference, model.config, rows.size, tokens)
     if jax.tree.leaves(room.kept):
         planes, _, kv_heads, _, width = paged.kv.k.shape
         keys = jnp.zeros((planes, *rows.shape, kv_heads, width), model.dtype)
-    return Cache.of(paged, room.working, references, keys)
+        if options.selector.accumulates:
+            queries = jnp.zeros((planes, *rows.shape, model.config.num_heads, width), model.dtype)
+    return Cache.of(paged, room.working, references, keys, queries)
 
 
 def _places(real: jax.Array) -> jax.Array:
@@ -326,7 +332,8 @@ def _commit(
     stays = room.granted[:, None] & (rows <= accepted[:, None])
     committed = jnp.where(room.granted, accepted + 1, 0)
 
-    selector = _noted(options.selector, room, cache, stays)
+    lengths = jnp.where(stays, room.base[:, None] + rows + 1, 0)
+    selector = speculation_rollback.told_again(options, room.kept, cache, room.reservation, lengths)
     paged, stale = paging.truncate(cache.paged, room.base + committed)
     last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
     generated = state.generated + committed
@@ -348,23 +355,6 @@ def _commit(
         stale=cache.stale + stale,
         retained=None if cache.references is None else _retained(cache.references, room.lease, stays),
     )
-
-
-def _noted(selector: Selector, room: Room, cache: Cache, stays: jax.Array) -> Any:
-    """The selector's state from before the round, told of the tokens that stay: one by one, as plain steps would."""
-    if cache.keys is None:
-        return room.kept
-    kv = cache.paged.kv
-    slots = paging.flat_slots(cache.paged, jnp.int32(0), room.reservation)
-    slots = jnp.where(stays, slots, -1).T[:, None]  # [K + 1, 1, B]
-    first = jnp.arange(kv.planes, dtype=jnp.int32)[:, None] * (kv.pages * kv.page_size)
-
-    def note(noted: Any, x: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-        keys, slots = x
-        slots = jnp.where(slots >= 0, first + slots, -1)[..., None]
-        return selector.write(noted, keys[:, :, None], slots), None
-
-    return jax.lax.scan(note, room.kept, (jnp.moveaxis(cache.keys, 2, 0), slots))[0]
 
 
 def _retained(references: Reference | ReferenceStore, lease: Lease | None, stays: jax.Array) -> jax.Array:

@@ -176,7 +176,7 @@ class Overlapped:
         initial_capacity: int | None = None,
         memory_limit: int | None = None,
     ):
-        speculation.check(model.config.loops, options.selector)
+        speculation.check(model.config.loops, options.selector, options.reference)
         threshold, step = options.exit_threshold, options.exit_step
         threshold = model.config.exit_threshold if threshold is None else threshold
         step = model.config.exit_step if step is None else step

@@ -66,6 +66,12 @@ class Selector:
 
     shareable: ClassVar[bool] = True
     """Whether two requests may hold the same page: not where the state of a page belongs to one request."""
+    accumulates: ClassVar[bool] = False
+    """Whether `attend` adds to the state what a step showed, and changes nothing else.
+
+    Such a state follows from an older one by `write` and `attend` with the same keys and queries, token by token. So
+    drafts can be taken back, though the pages belong to one request.
+    """
     page_size: ClassVar[int | None] = None
     """The only page size it works with; None: any."""
     reads_all_keys: ClassVar[bool] = False

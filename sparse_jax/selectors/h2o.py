@@ -42,6 +42,7 @@ class H2O(TokenSelector):
     state_dtype: str = "float32"
 
     shareable: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

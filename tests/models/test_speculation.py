@@ -217,11 +217,13 @@ def test_a_round_without_drafts_is_a_plain_step_whatever_is_chosen(model, name):
 
 
 def test_what_cannot_be_taken_back_is_refused_by_name():
-    for name, options in (("h2o", {}), ("tova", {}), ("snapkv", {}), ("rocketkv", {}), ("oracle", {})):
+    for name, options in (("h2o", {"form": "evict"}), ("tova", {}), ("snapkv", {}), ("rocketkv", {})):
         selector = selectors.get(name, **options)
         with pytest.raises(ValueError, match=type(selector).__name__):
             SPECULATION.check(4, selector)
-    for name in ("dense", "quest", "centroid", "lserve", "window", "random", "h2o_sparse_attention"):
+    pages = ("quest", "centroid", "lserve", "window", "random", "h2o_sparse_attention", "gqa_h2o_sparse_attention")
+    tokens = ("h2o", "h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention", "oracle")
+    for name in ("dense", *pages, *tokens):
         SPECULATION.check(4, selectors.get(name))
     with pytest.raises(ValueError, match="the model has 2"):
         SPECULATION.check(2, selectors.get("dense"))

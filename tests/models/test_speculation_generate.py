@@ -155,8 +155,19 @@ def test_a_sparse_selector_reads_less(model):
     assert [len(text) for text in found.tokens] == LIMITS
 
 
+@pytest.mark.parametrize("name", ["h2o_token_sparse_attention", "oracle"])
+def test_selectors_of_tokens_serve_several_rows(model, name):
+    """Those with sums see each row after the other, those without all at once."""
+    options = {"selector": selectors.get(name, budget=6, recent=2), "page_size": None}
+    plain, found = run(model, **options), run(model, speculation=SPECULATION, **options)
+    assert found.tokens == plain.tokens
+    assert 0 < found.stats().acceptance < 1
+    assert found.stats().kv_tokens_read < run(model, speculation=SPECULATION).stats().kv_tokens_read
+
+
 def test_what_does_not_go_together_is_refused(model):
-    with pytest.raises(ValueError, match="H2O"):
-        generate(model, PROMPTS, selector=selectors.get("h2o"), speculation=SPECULATION)
+    for selector in (selectors.get("h2o", form="evict"), selectors.get("snapkv")):
+        with pytest.raises(ValueError, match=type(selector).__name__):
+            generate(model, PROMPTS, selector=selector, speculation=SPECULATION)
     with pytest.raises(ValueError, match="draft_loops"):
         generate(model, PROMPTS, speculation=Speculation(draft_loops=3))

@@ -306,8 +306,8 @@ def test_sampling_exits_and_what_cannot_be_taken_back_are_refused(model):
     for change in ({"sampling": Sampling(temperature=1.0)}, {"exit_threshold": 0.5}, {"exit_step": 2}):
         with pytest.raises(ValueError, match="greedy"):
             Overlapped(model, state, dataclasses.replace(OPTIONS, **change), SPECULATION)
-    with pytest.raises(ValueError, match="H2O"):
-        Overlapped(model, state, dataclasses.replace(OPTIONS, selector=selectors.get("h2o")), SPECULATION)
+    with pytest.raises(ValueError, match="Tova"):
+        Overlapped(model, state, dataclasses.replace(OPTIONS, selector=selectors.get("tova")), SPECULATION)
 
 
 def test_on_a_gpu_rounds_have_no_loop_of_unknown_length_and_never_ask_the_host(model):

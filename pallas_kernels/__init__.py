@@ -6,6 +6,7 @@ One file a kernel; `lowering.py` is the only one that names a backend.
 from pallas_kernels.config import Config as Config
 from pallas_kernels.copy_pages import copy_pages as copy_pages
 from pallas_kernels.h2o import h2o_accumulate as h2o_accumulate
+from pallas_kernels.indexer_scores import indexer_scores as indexer_scores
 from pallas_kernels.mla_sparse_decode import mla_sparse_decode as mla_sparse_decode
 from pallas_kernels.page_bounds import page_bounds as page_bounds
 from pallas_kernels.page_sparse_decode import page_sparse_decode as page_sparse_decode

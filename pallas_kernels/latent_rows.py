@@ -67,9 +67,8 @@ class LatentRow:
             ]
             return [*parts, *_side_by_side(d_c, rope, is_value=False)]
         parts = [
-            Columns(start + 4 * cols + nibble, 4 * cols + start < d_c, True)
+            Columns(4 * (start + _range(size)) + nibble, 4 * (start + _range(size)) < d_c, True)
             for start, size in _pieces(d_c // 4, MOST_COLUMNS // 4)
-            for cols in (_range(size),)
             for nibble in range(4)
         ]
         halves = [start + _range(size) for start, size in _pieces(self.rope_dim // 2, MOST_COLUMNS)]

@@ -19,6 +19,8 @@ from pallas_kernels.latent_rows import LatentRow
 from sparse_jax import dispatch, xla
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.dispatch import IMPLEMENTATIONS
+from sparse_jax.index_keys import IndexKeys
+from sparse_jax.latent_cache import LatentCache, dequantize_latent
 from sparse_jax.validation import INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, debug_ids, require
 
 
@@ -54,7 +56,7 @@ def mla_sparse_attention(
     value_dim = as_int("value_dim", value_dim)
     require(1 <= value_dim <= q.shape[-1], f"value_dim must be from 1 to E = {q.shape[-1]} (q), got {value_dim}")
     pool, row = _stored(latent_pages, q.shape[-1], value_dim)
-    _check_pool("latent_pages", pool)
+    _check_pool("latent_pages", *pool.shape[:2])
     batch, t_rows = q.shape[0], 1 if q.ndim == 3 else q.shape[1]
     slots = as_ids("slots", slots)
     check_shape("slots", slots, (batch, None), *([(batch, t_rows, None)] if q.ndim == 4 else []))
@@ -102,13 +104,13 @@ def indexer_scores(
     require(q.ndim in (3, 4), f"q must be [B, heads, d] or [B, T, heads, d], got {list(q.shape)}")
     require(min(q.shape) >= 1, f"no axis may be empty, got q {list(q.shape)}")
     check_shape("weights", weights, q.shape[:-1])
-    keys, key_scale = _index_keys(key_pages, q.shape[-1])
-    _check_pool("key_pages", keys)
+    keys, pool = _index_keys(key_pages, q.shape[-1])
+    _check_pool("key_pages", *pool)
     page_table, lengths = as_ids("page_table", page_table), as_ids("lengths", lengths)
     check_shape("page_table", page_table, (q.shape[0], None))
     require(page_table.shape[1] >= 1, f"page_table must have at least one column, got {list(page_table.shape)}")
-    capacity = page_table.shape[1] * keys.shape[1]
-    require(capacity <= INT32_MAX, f"W * P must fit in 32 bits, got {page_table.shape[1]} * {keys.shape[1]}")
+    width, page_size = page_table.shape[1], pool[1]
+    require(width * page_size <= INT32_MAX, f"W * P must fit in 32 bits, got {width} * {page_size}")
     check_shape("lengths", lengths, (q.shape[0],))
     single, t_rows = q.ndim == 3, 1 if q.ndim == 3 else q.shape[1]
     if q_positions is not None:
@@ -120,15 +122,23 @@ def indexer_scores(
         k = as_int("k", k)
         require(k >= 1, f"k must be at least 1, got {k}")
     _check_static(implementation, config)
-    operands = (q, weights, keys, key_scale, page_table)
-    if single:
-        operands = (q[:, None], weights[:, None], keys, key_scale, page_table)
+    operands = (q[:, None], weights[:, None], keys, page_table) if single else (q, weights, keys, page_table)
     scores = _score(operands, lengths, q_positions, k=k, implementation=implementation, config=config)
     return scores[:, 0] if single else scores
 
 
 def _stored(latent_pages: Any, width: int, value_dim: int) -> tuple[jax.Array, LatentRow]:
     """The pool, and how its rows are stored."""
+    if isinstance(latent_pages, LatentCache):
+        cache = latent_pages
+        fits = (cache.latent_dim, cache.latent_dim + cache.rope_dim) == (value_dim, width)
+        require(
+            fits,
+            f"latent_pages hold {cache.latent_dim} latent and {cache.rope_dim} rotary columns; value_dim must be the "
+            f"first, got {value_dim}, and E (q) their sum, got {width}",
+        )
+        row = LatentRow(format=cache.format, latent_dim=cache.latent_dim, rope_dim=cache.rope_dim)
+        return as_array("latent_pages.data", cache.data), row
     pool = as_float("latent_pages", latent_pages)
     check_shape("latent_pages", pool, (None, None, width))
     return pool, LatentRow(format="plain", latent_dim=value_dim, rope_dim=width - value_dim)
@@ -136,22 +146,27 @@ def _stored(latent_pages: Any, width: int, value_dim: int) -> tuple[jax.Array, L
 
 def _reader(row: LatentRow) -> Callable[[jax.Array], jax.Array]:
     """Stored rows to rows [..., E]."""
-    return lambda rows: rows
+    if row.format == "plain":
+        return lambda rows: rows
+    return functools.partial(
+        dequantize_latent, dtype=jnp.float32, format=row.format, latent_dim=row.latent_dim, rope_dim=row.rope_dim
+    )
 
 
-def _index_keys(key_pages: Any, width: int) -> tuple[jax.Array, jax.Array | None]:
-    """Keys [N, P, d], and None or their scales f32[N, P]."""
+def _index_keys(key_pages: Any, width: int) -> tuple[Any, tuple[int, int]]:
+    """The keys, an array or IndexKeys, and (pages, page size)."""
+    if isinstance(key_pages, IndexKeys):
+        require(key_pages.dim == width, f"key_pages.dim must be the width of q, {width}, got {key_pages.dim}")
+        return key_pages, (key_pages.pages, key_pages.page_size)
     keys = as_float("key_pages", key_pages)
     check_shape("key_pages", keys, (None, None, width))
-    return keys, None
+    return keys, keys.shape[:2]
 
 
-def _check_pool(name: str, pool: jax.Array) -> None:
-    pages, page_size = pool.shape[:2]
-    require(pages >= 1 and page_size >= 1, f"{name} must have no empty axis, got {list(pool.shape)}")
-    require(
-        page_size & (page_size - 1) == 0, f"the page size must be a power of two, got {page_size} (axis 1 of {name})"
-    )
+def _check_pool(name: str, pages: int, page_size: int) -> None:
+    require(pages >= 1, f"{name} must have a page, got {pages}")
+    good = page_size >= 1 and page_size & (page_size - 1) == 0
+    require(good, f"the page size of {name} must be a power of two, got {page_size}")
 
 
 def _check_static(implementation: str | None, config: Config | None) -> None:
@@ -210,16 +225,25 @@ def _score(
     implementation: str | None,
     config: Config | None,
 ) -> jax.Array:
-    q, _, keys, _, page_table = operands
-    capacity = page_table.shape[1] * keys.shape[1]
-    debug_ids("page_table", page_table, keys.shape[0])
+    q, _, keys, page_table = operands
+    quantised = isinstance(keys, IndexKeys)
+    pages, page_size = (keys.pages, keys.page_size) if quantised else keys.shape[:2]
+    capacity = page_table.shape[1] * page_size
+    debug_ids("page_table", page_table, pages)
     length = jnp.clip(lengths, 0, capacity)[:, None]
     if q_positions is None:
         # Of the length as it is given, as in `paged_attention`: rows of a length above the table see all of it.
         q_positions = lengths[:, None] - q.shape[1] + jnp.arange(q.shape[1], dtype=jnp.int32)
     seen = jnp.clip(jnp.minimum(jnp.minimum(q_positions, INT32_MAX - 1) + 1, length), 0, capacity)
 
-    def meaning(*operands: Any) -> jax.Array:
-        return xla.indexer_scores(*operands, k=k)
+    def meaning(q, weights, keys, page_table, seen) -> jax.Array:
+        stored, scale = keys.parts() if quantised else (keys, None)
+        return xla.indexer_scores(q, weights, stored, scale, page_table, seen, k=k)
 
-    return meaning(*operands, seen)
+    def kernel(q, weights, keys, page_table, seen, *, interpret: bool) -> jax.Array:
+        stored = keys.data if quantised else keys
+        return pallas_kernels.indexer_scores(
+            q, weights, stored, page_table, seen, k=k, page_size=page_size, config=config, interpret=interpret
+        )
+
+    return dispatch.run(implementation, (*operands, seen), xla=meaning, kernel=kernel)

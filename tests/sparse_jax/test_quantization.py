@@ -33,6 +33,19 @@ def test_bytes_are_those_of_the_description(format, latent_dim, rope_dim, scales
     assert_same_bits(actual, expected)
 
 
+def test_rounding_is_that_of_ml_dtypes():
+    x = (np.random.default_rng(7).standard_normal((30, 128)) * 30).astype(np.float32)
+    x[0] = np.arange(128) / 4 - 16  # ties among them
+    eight = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    x[:, 0], eight[:, 0] = 448, 0x7E  # so that the scale is 1
+    assert_same_bits(sparse_jax.quantize_latent(x, FP8, latent_dim=128)[:, :128], eight)
+    x = (x / 20).clip(-6, 6)
+    x[0] = np.arange(128) / 8 % 6
+    x[:, ::16] = -6.0
+    four = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    assert_same_bits(sparse_jax.quantize_latent(x, NVFP4, latent_dim=128)[:, :64], four[:, ::2] | four[:, 1::2] << 4)
+
+
 def test_fp8_bytes_by_hand():
     x = np.zeros((1, 576), np.float32)
     x[0, [0, 1, 2, 128, 129, 384, 512, 575]] = [448, -1, 2**-9, 449, 32, 1.75, 1.0, -2.0]

@@ -1,6 +1,7 @@
 """Writing quantised latents into pages: which slots, in their own memory, and a cache as a tree."""
 
 import dataclasses
+from pathlib import Path
 
 import chex
 import jax
@@ -93,3 +94,15 @@ def test_checked_names_a_slot_out_of_range():
     write = sparse_jax.checked(sparse_jax.write_latent)
     with pytest.raises(jax.experimental.checkify.JaxRuntimeError, match=r"slots: ids must be -1.*12.*got 12"):
         write(poisoned("fp8"), jnp.array([-1, 12]), jnp.zeros((2, 48)))
+
+
+def test_code_in_the_documentation_runs():
+    """The section of docs/operations.md."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = text[text.index("## Quantised caches") :]
+    names: dict = {}
+    exec(compile(section.split("```python")[1].split("```")[0], "operations.md", "exec"), names)
+    np.testing.assert_allclose(
+        np.asarray(names["read"][2, 2:4], np.float32), names["latents"][:2], rtol=2**-4, atol=2**-9
+    )
+    assert (np.asarray(names["read"], np.float32).any(axis=-1).sum(), names["keys"].data.shape) == (2, (8, 8448))

@@ -27,7 +27,7 @@ from models.reference import ReferenceCorrection
 from models.sampling import GREEDY, Sampling, request_keys
 from models.speculation import RoundOutput, Speculation, speculate_chunk
 from sparse_jax import paging
-from sparse_jax.selectors import Dense, Selector
+from sparse_jax.selectors import Selector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +89,18 @@ def generate(
 ) -> "Generation":
     """Continue prompts of token ids; returns an iterator of chunks that also holds the result.
 
-    selector: which part of the cache each step reads (default: all of it). max_tokens, seed: one for all, or one per
-    request. stop_ids: default those of the model. page_size: default 16, or 1 for a selector that is for pages of one
-    token only. pages: pages of the pool, default enough for everything. chunk: tokens per device call. cache_dtype:
-    default the model's dtype. exit_threshold, exit_step: default the model's; a threshold of 1 or more is fixed depth.
-    All loops are computed either way. reference: correct the later loops of a looped model from a reference; the
-    selector then serves the loops before the first capture, and prompts are read as without it.
-    speculation: draft tokens with the first loops and verify them in one batch: several tokens a round.
+    selector: which part of the cache each step reads (default: all, or the choice of the model's indexer). max_tokens,
+    seed: one for all, or one per request. stop_ids: default those of the model. page_size: default 16, or 1 for a
+    selector of one-token pages. pages: of the pool, default enough for everything. chunk: tokens per device call.
+    cache_dtype, exit_threshold, exit_step: default the model's; all loops are computed either way. reference: correct
+    the later loops of a looped model from a reference; the selector then serves the loops before the first capture, and
+    prompts are read as without it. speculation: draft with the first loops, verify in one batch, for several tokens.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
     and for a reference or a speculation that the model or the selector cannot work with.
     """
     config = model.config
-    selector = Dense() if selector is None else selector
+    selector = config.selector_for(selector)
     _check_options(reference, speculation, selector, config.loops)
     options = DecodeOptions(
         selector=selector,
@@ -127,6 +126,7 @@ def generate(
         page_size=page_size,
         kv_heads=config.num_kv_heads,
         key_width=config.head_dim,
+        value_width=config.value_dim,
         requests=len(ids),
         # The rows of a round may look past the last token, but have no page there.
         pages_per_request=_rounded_up(max(needed) + (-(-speculation.drafts // page_size) if speculation else 0)),

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from sparse_jax.selectors import Dense, Selector
+
 Cache = Any
 """Whatever the attention of one call threads through the planes: `()`, a `DecodeCache`, ..."""
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
-"""(plane i32[], q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, D], cache) -> (out [B, S, Hq, D], cache)"""
+Attend = Callable[[jax.Array, Any, jax.Array, jax.Array, Cache], tuple[Any, Cache]]
+"""(plane i32[], q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv], cache) -> (out [B, S, Hq, Dv], cache)
+
+q and out of latent attention are pytrees, see `models.latent_attention`.
+"""
 
 Keep = Callable[[jax.Array], jax.Array]
 """Picks the tokens whose result is wanted from h [B, S, H]; "all of them" is `keep_all`."""
@@ -29,6 +34,21 @@ class LoopOutput(NamedTuple):
 
     hidden: jax.Array  # [U, B, S, H] in the compute dtype, after the final norm of each loop
     gate_logits: jax.Array  # f32[U, B, S] of the exit gate; zeros where there is one loop and nothing to choose
+
+
+class KeysAndValues:
+    """What configurations have in common whose heads read keys and values of one width."""
+
+    head_dim: int
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim
+
+    def selector_for(self, wanted: Selector | None) -> Selector:
+        """What a step reads: what the caller wants, everything for None."""
+        return Dense() if wanted is None else wanted
 
 
 class ModelConfig(Protocol):
@@ -55,6 +75,10 @@ class ModelConfig(Protocol):
         """D."""
 
     @property
+    def value_dim(self) -> int:
+        """Dv."""
+
+    @property
     def loops(self) -> int:
         """U."""
 
@@ -77,6 +101,12 @@ class ModelConfig(Protocol):
     @property
     def exit_step(self) -> int | None:
         """A loop that goes before the threshold."""
+
+    def selector_for(self, wanted: Selector | None) -> Selector:
+        """What a step reads: what the caller wants, the model's own way for None.
+
+        Raises ValueError for a selector that its attention cannot work with.
+        """
 
 
 class LoopedModel(Protocol):
@@ -111,8 +141,8 @@ class LoopedModel(Protocol):
         `cache` on. The output holds these loops only.
         """
 
-    def causal(self, plane: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """An `Attend`: dense causal attention inside the sequence itself; leaves the cache alone."""
+    def causal(self, plane: Any, q: Any, k: jax.Array, v: jax.Array, cache: Cache) -> tuple[Any, Cache]:
+        """An `Attend`: causal attention inside the sequence itself, as the model defines it; leaves the cache alone."""
 
     def forward(self, tokens: jax.Array) -> LoopOutput:
         """Full causal forward of tokens i32[B, S] at positions 0 .. S-1, without a cache."""

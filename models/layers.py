@@ -42,13 +42,18 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
 def check_sizes(config, *names: str) -> None:
     """Raise ValueError unless the named sizes are at least 1, query heads divide into groups and D is even."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    check_at_least_one(config, *names)
     if config.num_heads % config.num_kv_heads:
         raise ValueError(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
     if config.head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")
+
+
+def check_at_least_one(config, *names: str) -> None:
+    """Raise ValueError unless the named sizes are at least 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
 
 
 def check_loops(first: int, last: int, loops: int) -> None:

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
+from models.interface import Attend, Cache, Keep, KeysAndValues, LoopOutput, keep_all
 from models.layers import RMSNorm, check_loops, check_sizes, rms_norm, rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(KeysAndValues):
     """Sizes of one model. `tied_embeddings`: the embedding is the head, too."""
 
     vocab_size: int

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from models import latent_attention
 from models.interface import Attend, LoopedModel, LoopOutput
+from models.latent_attention import LatentQuery
 from models.reference import (
     CAPTURE,
     SELECT,
@@ -28,15 +30,17 @@ from sparse_jax.paging import PagedState, PageView
 from sparse_jax.reference_store import Lease, Plan, ReferenceStore
 from sparse_jax.selectors import Attended, Dense, Selector
 
-Arguments = tuple[jax.Array, jax.Array, jax.Array, PageView]
-"""q [B, T, Hq, D], k_pages, v_pages and the view of one plane."""
+Arguments = tuple[Any, jax.Array, jax.Array, PageView]
+"""q [B, T, Hq, D] or a `LatentQuery`, k_pages, v_pages and the view of one plane."""
 
 AttendPlane = Callable[..., Attended]
 """(selector, selector_state, plane i32[], q [B, T, Hq, D], k_pages, v_pages, view, **options) -> Attended"""
 
 
 def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
-    """The default `AttendPlane`: the selector chooses and attends."""
+    """The default `AttendPlane`: the selector chooses and attends; latents are chosen by the model's own indexer."""
+    if isinstance(q, LatentQuery):
+        return latent_attention.attend(selector, state, q, k_pages, v_pages, view, **options)
     return selector.attend(state, q, k_pages, v_pages, view, plane=plane, **options)
 
 
@@ -134,21 +138,21 @@ class Step:
 
         return attend, cache
 
-    def _select(self, plane: jax.Array, arguments: Arguments, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+    def _select(self, plane: jax.Array, arguments: Arguments, cache: Cache) -> tuple[Any, jax.Array, Cache]:
         q, k_pages, v_pages, view = arguments
         options: dict[str, Any] = {"implementation": self.implementation}
-        rows = q.shape[:2]
+        rows = jax.tree.leaves(q)[0].shape[:2]
         if self.seen is not None and self.selector.accumulates:
             return self._select_in_turn(plane, arguments, cache)
         if self.seen is not None and isinstance(self.selector, Dense):  # the rows share one walk over the keys
             view = dataclasses.replace(view, lengths=self.seen.max(axis=1))
             options["q_positions"] = self.seen - 1
         elif self.seen is not None:  # each row chooses for itself, as it would in a step of its own
-            q = q.reshape(-1, 1, *q.shape[2:])
+            q = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), q)
             table = jnp.repeat(view.page_table, rows[1], axis=0)
             view = dataclasses.replace(view, page_table=table, lengths=self.seen.reshape(-1))
         attended = self.attend(self.selector, cache.selector, plane, q, k_pages, v_pages, view, **options)
-        out = attended.output.out.reshape(*rows, *attended.output.out.shape[2:])
+        out = jax.tree.map(lambda x: x.reshape(*rows, *x.shape[2:]), attended.output.out)
         read = attended.tokens_read.reshape(rows[0], -1)
         return out, read, cache._replace(selector=attended.state)
 

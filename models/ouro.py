@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
+from models.interface import Attend, Cache, Keep, KeysAndValues, LoopOutput, keep_all
 from models.layers import RMSNorm, check_loops, check_sizes, rotary
 
 
@@ -42,7 +42,7 @@ class InitConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OuroConfig:
+class OuroConfig(KeysAndValues):
     """Sizes of one Ouro. `exit_threshold >= 1` means fixed depth; an `exit_step` (0-based loop) goes before it."""
 
     vocab_size: int

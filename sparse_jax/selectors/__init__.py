@@ -13,6 +13,7 @@ from sparse_jax.selectors.base import share as share
 # One line per selector; importing its file registers its name.
 from sparse_jax.selectors.centroid import Centroid as Centroid
 from sparse_jax.selectors.dense import Dense as Dense
+from sparse_jax.selectors.dsa import DSA as DSA
 from sparse_jax.selectors.evicting import Evicting as Evicting
 from sparse_jax.selectors.evicting import Kept as Kept
 from sparse_jax.selectors.h2o import H2O as H2O

@@ -43,9 +43,9 @@ def run_inputs():
     return paged, queries(2, 6, 4), k, v
 
 
-@pytest.mark.parametrize("name", selectors.names())
+@pytest.mark.parametrize("name", [name for name in selectors.names() if name != "dsa"])
 def test_every_name_works_without_options(name):
-    """Traced, not run: each method has tests of its own that run it."""
+    """Traced, not run: each method has tests of its own that run it. A model's own indexer needs the model."""
     selector = selectors.get(name)
     assert selector == selectors.get(name)
     assert hash(selector) == hash(selectors.get(name))

@@ -1,0 +1,147 @@
+"""Mixture of experts of DeepSeek-V3: a router that picks k of E experts for each token, and experts that all share.
+
+    s = sigmoid(router x)                                one score for each expert, float32
+    the groups whose two best s + b sum highest stay; of their experts, the k best by s + b are chosen
+    g = s of the chosen, divided by their sum, times `scale`
+    y = sum_e g_e expert_e(x) + shared(x)
+
+The bias b balances the load: it changes who is chosen, never with which weight, and no gradient reaches it.
+Legend: M tokens, H hidden width, I width of an expert, E experts, k experts of a token.
+
+Source: DeepSeek-V3, arXiv 2412.19437.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.layers import check_at_least_one
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Sizes of the experts. `groups` of the same size, of which `groups_chosen` may give experts to a token."""
+
+    count: int  # E
+    per_token: int  # k
+    width: int  # I
+    shared: int = 1  # experts that every token takes, stored as one of `shared * width`
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+    normalised: bool = True
+
+    def __post_init__(self):
+        check_at_least_one(self, "count", "per_token", "width", "groups", "groups_chosen")
+        if self.shared < 0:
+            raise ValueError(f"shared must be at least 0, got {self.shared}")
+        if self.count % self.groups or self.groups_chosen > self.groups:
+            raise ValueError(
+                f"{self.count} experts do not fall into {self.groups} groups of which {self.groups_chosen} are chosen"
+            )
+        if self.per_token > self.groups_chosen * (self.count // self.groups):
+            raise ValueError(
+                f"per_token is {self.per_token}, but {self.groups_chosen} of {self.groups} groups hold "
+                f"{self.groups_chosen * (self.count // self.groups)} of the {self.count} experts"
+            )
+
+
+class Balance(nnx.Param):
+    """A parameter that a rule of its own moves, not a gradient: the router's bias."""
+
+
+def matrix(rngs: nnx.Rngs, *shape: int, param_dtype) -> nnx.Param:
+    """A normal matrix [..., out, in], as checkpoints store it, with a standard deviation of fan_in ** -0.5."""
+    values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
+    return nnx.Param(values.astype(param_dtype))
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden: int, width: int, *, rngs: nnx.Rngs, param_dtype):
+        self.gate_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
+        self.up_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
+        self.down_proj = matrix(rngs, hidden, width, param_dtype=param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x [..., H] to [..., H]."""
+        gate = jnp.einsum("...h,ih->...i", x, self.gate_proj[...].astype(x.dtype))
+        up = jnp.einsum("...h,ih->...i", x, self.up_proj[...].astype(x.dtype))
+        return jnp.einsum("...i,hi->...h", jax.nn.silu(gate) * up, self.down_proj[...].astype(x.dtype))
+
+
+def route(scores: jax.Array, bias: jax.Array, config: ExpertsConfig) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token: scores f32[M, E] in 0 .. 1 -> (ids i32[M, k], weights f32[M, k]).
+
+    bias f32[E]. Ties go to the lower id, of groups and of experts.
+    """
+    tokens, chosen_by = scores.shape[0], scores + bias
+    if config.groups > 1:
+        by_group = chosen_by.reshape(tokens, config.groups, -1)
+        best = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(axis=-1)
+        _, groups = jax.lax.top_k(best, config.groups_chosen)
+        stays = (groups[:, :, None] == jnp.arange(config.groups)).any(axis=1)  # [M, groups]
+        chosen_by = jnp.where(stays[:, :, None], by_group, -jnp.inf).reshape(tokens, -1)
+    _, ids = jax.lax.top_k(chosen_by, config.per_token)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.normalised:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * config.scale
+
+
+class Router(nnx.Module):
+    """Who gets a token; float32 whatever the dtype of the model, because it decides."""
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.weight = matrix(rngs, config.count, hidden, param_dtype=jnp.float32)  # [E, H]
+        self.e_score_correction_bias = Balance(jnp.zeros(config.count, jnp.float32))  # [E]
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of x [M, H]: (ids i32[M, k], weights f32[M, k])."""
+        logits = jnp.einsum("mh,eh->me", x.astype(jnp.float32), self.weight[...], precision=HIGHEST)
+        return route(jax.nn.sigmoid(logits), self.e_score_correction_bias[...], self.config)
+
+
+class Experts(nnx.Module):
+    """The experts' matrices, stacked, and how tokens go through those that they chose."""
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, rngs: nnx.Rngs, param_dtype):
+        self.gate_proj = matrix(rngs, config.count, config.width, hidden, param_dtype=param_dtype)
+        self.up_proj = matrix(rngs, config.count, config.width, hidden, param_dtype=param_dtype)
+        self.down_proj = matrix(rngs, config.count, hidden, config.width, param_dtype=param_dtype)
+
+    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        """The weighted sum of the chosen experts: x [M, H], ids i32[M, k], weights f32[M, k] -> [M, H]."""
+        by_expert = jnp.argsort(ids.reshape(-1), stable=True)  # M * k copies, those of expert 0 first
+        sizes = jnp.bincount(ids.reshape(-1), length=self.gate_proj.shape[0]).astype(jnp.int32)
+        rows = x[by_expert // ids.shape[1]]
+
+        def each(rows: jax.Array, weight: nnx.Param) -> jax.Array:  # [E, out, in] applied group by group
+            return jax.lax.ragged_dot(rows, weight[...].astype(x.dtype).swapaxes(1, 2), sizes)
+
+        inner = jax.nn.silu(each(rows, self.gate_proj)) * each(rows, self.up_proj)
+        out = each(inner, self.down_proj)
+        out = jnp.zeros_like(out).at[by_expert].set(out, unique_indices=True).reshape(*ids.shape, -1)
+        return jnp.einsum("mkh,mk->mh", out.astype(jnp.float32), weights, precision=HIGHEST).astype(x.dtype)
+
+
+class MixtureOfExperts(nnx.Module):
+    """The feed-forward part of a layer: the chosen experts and the shared one."""
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, rngs: nnx.Rngs, param_dtype):
+        self.gate = Router(hidden, config, rngs=rngs)
+        self.experts = Experts(hidden, config, rngs=rngs, param_dtype=param_dtype)
+        if config.shared:
+            self.shared_experts = MLP(hidden, config.shared * config.width, rngs=rngs, param_dtype=param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x [B, S, H] to [B, S, H]."""
+        flat = x.reshape(-1, x.shape[-1])
+        out = self.experts(flat, *self.gate(flat)).reshape(x.shape)
+        return out + self.shared_experts(x) if self.gate.config.shared else out

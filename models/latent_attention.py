@@ -1,0 +1,212 @@
+"""What a plane of latent attention attends to: inside a sequence, and in a step over the paged cache.
+
+The cache keeps one row for each token, its latent c and rotary key k_pe, which all heads share: the pool of keys. The
+pool of values holds the keys of the indexer. A head h reads the same numbers in two ways, equal in exact arithmetic:
+
+    whole sequences   q = [q_nope | q_pe],  k = [W_UK c | k_pe],  v = W_UV c            (multi-head)
+    absorbed          q = [W_UK^T q_nope | q_pe],  k = [c | k_pe],  out = W_UV (sum of p c)     (multi-query)
+
+With an indexer, a query sees the `topk` tokens that it scores highest, whichever the form; ties go to earlier tokens.
+Legend: B requests, S or T tokens, Hq heads, d_n / d_r / d_v widths of a head (without position, rotary, value),
+d_c latent width, E = d_c + d_r, P tokens of a page, C chosen tokens. In einsum strings: b, s, n (head), d, v, c.
+
+Source: DeepSeek-V2, arXiv 2405.04434, and DeepSeek-V3.2.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import sparse_jax
+from sparse_jax.paging import PageView
+from sparse_jax.selectors import DSA, Attended, Dense, Selector
+from sparse_jax.selectors.views import inside_pool
+
+QUERY_BLOCK = 64
+"""Query tokens that are masked and attended at once where the indexer chooses inside a sequence."""
+
+
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentQuery:
+    """The queries of one layer, and what it takes to read latents with them.
+
+    Arrays lead with [B, S]; what all tokens share leads with [1, 1]. So rows can be taken apart by `jax.tree.map`.
+    """
+
+    q_nope: jax.Array  # [B, S, Hq, d_n]
+    q_pe: jax.Array  # [B, S, Hq, d_r] rotated
+    w_uk: jax.Array  # [1, 1, Hq, d_n, d_c]
+    w_uv: jax.Array  # [1, 1, Hq, d_v, d_c]
+    index_q: jax.Array | None  # [B, S, index heads, d_I]; None in a layer without indexer
+    index_weights: jax.Array | None  # f32[B, S, index heads]
+    chosen: jax.Array | None  # i32[B, S, C] what the leader chose, for a layer without indexer
+    scale: float = _static()
+    topk: int | None = _static()  # None: the model has no indexer
+
+
+def causal(
+    q: LatentQuery, latents: jax.Array, index_keys: jax.Array, implementation: Any = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention inside sequences, multi-head form: latents [B, S, E], index_keys [B, S, d_I] at positions 0 .. S-1.
+
+    implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S, Hq, d_v], chosen i32[B, S, topk], or
+    None where everything is seen because S is at most topk).
+    """
+    width, d_v = q.w_uk.shape[-1], q.w_uv.shape[-2]
+    heads = (*latents.shape[:2], q.q_nope.shape[2], latents.shape[-1] - width)
+    queries = jnp.concatenate([q.q_nope, q.q_pe], axis=-1)
+    k_nope = jnp.einsum("bsc,ndc->bsnd", latents[..., :width], q.w_uk[0, 0])
+    keys = jnp.concatenate([k_nope, jnp.broadcast_to(latents[:, :, None, width:], heads)], axis=-1)
+    values = jnp.einsum("bsc,nvc->bsnv", latents[..., :width], q.w_uv[0, 0])
+    queries, keys, values = _same_width(queries, keys, values)
+    options = {"scale": q.scale, "implementation": implementation}
+    if q.topk is None or latents.shape[1] <= q.topk:
+        out, chosen = jax.nn.dot_product_attention(queries, keys, values, is_causal=True, **options), None
+    else:
+        chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
+        assert chosen is not None
+        out = _masked(queries, keys, values, chosen, options)
+    return out[..., :d_v], chosen
+
+
+def _same_width(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Padded with zeros, which change neither scores nor sums: the attention of JAX wants one width."""
+    width = max(array.shape[-1] for array in arrays)
+    return tuple(jnp.pad(array, [(0, 0)] * 3 + [(0, width - array.shape[-1])]) for array in arrays)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """Query rows by block: [B, S, ...] -> [blocks, B, rows, ...], the last one padded with zeros."""
+    rows = min(QUERY_BLOCK, x.shape[1])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % rows)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, rows, *x.shape[2:]), 1, 0)
+
+
+def _together(blocks: jax.Array, tokens: int) -> jax.Array:
+    """[blocks, B, rows, ...] -> [B, S, ...]."""
+    blocks = jnp.moveaxis(blocks, 0, 1)
+    return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])[:, :tokens]
+
+
+def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> jax.Array:
+    """What each token of a sequence sees, i32[B, S, topk] ascending, then -1; the sequence is a pool of pages."""
+    requests, tokens, width = index_keys.shape
+    page_size = 64 if tokens >= 64 else 1
+    keys = jnp.pad(index_keys, [(0, 0), (0, -tokens % page_size), (0, 0)]).reshape(-1, page_size, width)
+    table = jnp.arange(keys.shape[0], dtype=jnp.int32).reshape(requests, -1)
+    lengths = jnp.full(requests, tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (requests, tokens))
+
+    def block(x: tuple[jax.Array, ...]) -> jax.Array:
+        index_q, weights, positions = x
+        return _choose(index_q, weights, keys, table, lengths, positions, q.topk, None)
+
+    blocks = jax.tree.map(_blocks, (q.index_q, q.index_weights, positions))
+    return _together(jax.lax.map(block, blocks), tokens)
+
+
+def _masked(queries, keys, values, chosen: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """Attention [B, S, Hq, D] of each token to those that were chosen for it, i32[B, S, C], -1 absent."""
+    requests, tokens = chosen.shape[:2]
+    request, row = jnp.arange(requests)[:, None, None], jnp.arange(min(QUERY_BLOCK, tokens))[:, None]
+
+    def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, chosen = x
+        at = jnp.where(chosen >= 0, chosen, tokens)
+        mask = jnp.zeros((requests, row.size, tokens), bool).at[request, row, at].set(True, mode="drop")
+        return jax.nn.dot_product_attention(queries, keys, values, mask=mask[:, None], **options)
+
+    return _together(jax.lax.map(block, (_blocks(queries), _blocks(chosen))), tokens)
+
+
+def _choose(index_q, weights, key_pages, page_table, lengths, q_positions, k, implementation) -> jax.Array:
+    """The k best tokens of each row that it sees, i32[B, T, k] ascending, then -1: the only place that chooses."""
+    scores = sparse_jax.indexer_scores(
+        jax.lax.stop_gradient(index_q),
+        jax.lax.stop_gradient(weights),
+        jax.lax.stop_gradient(key_pages),
+        page_table,
+        lengths,
+        q_positions=q_positions,
+        k=k,
+        implementation=implementation,
+    )
+    return sparse_jax.top_k(scores, k, order="id", implementation=implementation)
+
+
+def attend(
+    selector: Selector,
+    state: Any,
+    q: LatentQuery,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    view: PageView,
+    *,
+    q_positions: jax.Array | None = None,
+    implementation: str | None = None,
+) -> Attended:
+    """One step of one plane, absorbed form: q [B, T], k_pages [planes * N, 1, P, E], v_pages [planes * N, 1, P, d_I].
+
+    selector: "dsa", the indexer's choice, or "dense", everything; q_positions i32[B, T]: as in `paged_attention`. The
+    `out` of the result is (out [B, T, Hq, d_v], chosen i32[B, T, C] for the layers that follow). Raises ValueError for
+    another selector, and for "dsa" without an indexer.
+    """
+    page_size = k_pages.shape[2]
+    latents, keys = (pages.reshape(-1, page_size, pages.shape[-1]) for pages in (k_pages, v_pages))
+    view = inside_pool(view, latents.shape[0])
+    requests, rows = q.q_nope.shape[:2]
+    capacity = view.page_table.shape[1] * page_size
+    k = tokens_chosen(selector, q.topk)
+    if k is None:
+        if q_positions is None:
+            q_positions = view.lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)
+        token = jnp.arange(capacity, dtype=jnp.int32)
+        seen = jnp.minimum(q_positions + 1, view.lengths[:, None])
+        chosen = jnp.where(token < seen[..., None], token, -1)
+        read = jnp.clip(seen.max(axis=1, keepdims=True), 0, capacity)  # the rows share one walk
+    else:
+        if q.index_q is None:
+            assert q.chosen is not None
+            chosen = q.chosen
+        else:
+            k = min(k, capacity)
+            chosen = _choose(
+                q.index_q, q.index_weights, keys, view.page_table, view.lengths, q_positions, k, implementation
+            )
+        read = (chosen >= 0).sum(axis=(1, 2), dtype=jnp.int32)[:, None]
+    request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), rows)
+    flat = chosen.reshape(requests * rows, -1)
+    slots = sparse_jax.to_slots(flat, view.page_table, request, page_size=page_size, lengths=view.lengths)
+    width = q.w_uk.shape[-1]
+    absorbed = jnp.concatenate([jnp.einsum("bsnd,ndc->bsnc", q.q_nope, q.w_uk[0, 0]), q.q_pe], axis=-1)
+    output = sparse_jax.mla_sparse_attention(
+        absorbed, latents, slots.reshape(chosen.shape), scale=q.scale, value_dim=width, implementation=implementation
+    )
+    out: Any = jnp.einsum("bsnc,nvc->bsnv", output.out, q.w_uv[0, 0]), chosen
+    return Attended(output._replace(out=out), state, read, chosen.reshape(requests, 1, -1))
+
+
+def tokens_chosen(selector: Selector, topk: int | None) -> int | None:
+    """How many tokens a row reads, None for all; topk: what the model's own indexer chooses, None without one.
+
+    Raises ValueError for a selector other than "dense" and "dsa", and for "dsa" without an indexer.
+    """
+    if isinstance(selector, Dense):
+        return None
+    if not isinstance(selector, DSA):
+        raise ValueError(
+            f"latent attention is read by the selectors 'dsa' and 'dense', got {type(selector).__name__}: the others "
+            "rank keys of heads, which the cache does not have"
+        )
+    if topk is None:
+        raise ValueError(
+            "the selector 'dsa' is the choice of the model's indexer, and this model has none: use 'dense'"
+        )
+    return topk if selector.k is None else selector.k

@@ -7,6 +7,7 @@ and NaN stays NaN. Rounding is to nearest, ties to even. Zeros get the least sca
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ def e4m3_scale(amax: jax.Array, scales: str, least: float) -> jax.Array:
         return jnp.maximum(_divide(amax, jnp.float32(E4M3_MAX)), least)
     # 448 = 1.75 * 2^8. Adding all mantissas above that of 1.75 carries into the exponent just where amax is above
     # 1.75 * 2^e: no division, so no rounding, and amax = 448 * 2^k gives 2^k on every platform.
-    least = 2.0 ** np.ceil(np.log2(least))
+    least = 2.0 ** math.ceil(math.log2(least))
     bits = lax.bitcast_convert_type(jnp.maximum(amax, E4M3_MAX * least), jnp.int32)
     exponent = ((bits + 0x1FFFFF) >> 23) - 8
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)

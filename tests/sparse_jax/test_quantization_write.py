@@ -44,6 +44,18 @@ def test_scales_reach_the_writer():
     assert_same_bits(raw, quantized_bytes.records(x, "fp8_ds_mla", 32, "raw"))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_64_bit_mode_and_vmap_change_no_bit(format):
+    x = np.random.default_rng(2).standard_normal((2, 3, 48)).astype(np.float32)
+    expected = np.stack([quantized_bytes.records(part, format, 32) for part in x])
+    with jax.enable_x64(True):
+        cache = sparse_jax.write_latent(poisoned(format), np.array([4, 5, -1]), x[0])
+        assert sparse_jax.dequantize_latent(cache).dtype == jnp.float32
+        assert_same_bits(cache.data[1, :2], expected[0, :2])
+    vmapped = jax.vmap(lambda part: sparse_jax.quantize_latent(part, format, latent_dim=32))(x)
+    assert_same_bits(vmapped, expected)
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_contract_9_a_donated_cache_is_not_copied(format, platform):

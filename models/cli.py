@@ -6,6 +6,7 @@ Heavy imports wait until a command runs, so that --help is quick.
 import enum
 import fractions
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -343,11 +344,11 @@ def bench(context: typer.Context) -> None:
     """Measure sparse and dense decode attention on this machine."""
     from sparse_jax.bench.command import bench as measure
 
-    if "ouro" in context.args:  # the models, and JAX with them, are imported only for that
-        from models import step_bench
+    of_models = {"ouro": "models.step_bench", "speculation": "models.speculation_bench"}
+    for name in of_models.keys() & set(context.args):  # the models, and JAX with them, are imported only for that
         from sparse_jax.bench import suites
 
-        suites.SUITES["ouro"] = step_bench  # type: ignore[assignment]
+        suites.SUITES[name] = importlib.import_module(of_models[name])
     pass_on(measure, context)
 
 

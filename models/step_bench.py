@@ -4,6 +4,7 @@ It is a suite like those of `sparse_jax.bench`; the console app adds it to them,
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,15 @@ CASES_CPU = (OuroShape(name="cpu-b2-256", batch=2, context=256, page_size=16, ti
 QUICK = ("b1-8k", "cpu-b2-256")
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return (jax.random.normal(jax.random.key(0), shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+
+
+def _random(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return _normal(like.shape, like.dtype)
+
+
 class Loop:
     """The one model and state of a case; steps of all variants take turns with it, as it may not fit twice."""
 
@@ -91,8 +101,9 @@ class Loop:
         def model() -> Ouro:
             return Ouro(case.config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
 
-        self.graph = nnx.graphdef(nnx.eval_shape(model))
-        self.params = jax.jit(lambda: nnx.state(model()))()
+        # Matrix by matrix: to draw the numbers of all of them in one program takes XLA minutes to compile.
+        graph, shapes = nnx.split(nnx.eval_shape(model))
+        self.graph, self.params = graph, jax.tree.map(_random, shapes)
         self.state = self._new_state()
 
     def _new_state(self) -> DecodeState:

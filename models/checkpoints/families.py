@@ -8,30 +8,47 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.checkpoints import llama, ouro
+from models.checkpoints import deepseek, llama, ouro
 from models.checkpoints.errors import CheckpointError
+from models.deepseek import Deepseek, DeepseekConfig
 from models.llama import Llama, LlamaConfig
 from models.ouro import Ouro, OuroConfig
 
-Config = OuroConfig | LlamaConfig
-Model = Ouro | Llama
+Config = OuroConfig | LlamaConfig | DeepseekConfig
+Model = Ouro | Llama | Deepseek
 Read = Callable[[str], np.ndarray]
 """Gives a tensor by its Hugging Face name."""
 
 
 class Family(NamedTuple):
-    """One kind of model; `tensor_names(path, config)` gives one name, or one for each slice of a stacked parameter."""
+    """One kind of model.
+
+    `tensor_names(path, config)` gives one name, or one for each slice of a stacked parameter; `ignored(name, config)`
+    tells which tensors of a file the model does without.
+    """
 
     config: type
     model: Any
     config_from_json: Callable[[dict[str, Any]], Any]
     config_to_json: Callable[[Any], dict[str, Any]]
     tensor_names: Callable[[tuple[Any, ...], Any], str | list[str]]
+    ignored: Callable[[str, Any], bool] = lambda name, config: False
 
 
 FAMILIES = {
     "ouro": Family(OuroConfig, Ouro, ouro.config_from_json, ouro.config_to_json, ouro.tensor_names),
     "llama": Family(LlamaConfig, Llama, llama.config_from_json, llama.config_to_json, llama.tensor_names),
+    **dict.fromkeys(
+        deepseek.ARCHITECTURES,
+        Family(
+            DeepseekConfig,
+            Deepseek,
+            deepseek.config_from_json,
+            deepseek.config_to_json,
+            deepseek.tensor_names,
+            deepseek.ignored,
+        ),
+    ),
 }
 """By `model_type` of `config.json`."""
 

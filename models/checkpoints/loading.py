@@ -14,6 +14,7 @@ from models.checkpoints.families import (
     config_to_json,
     default_dtype,
     expected_shapes,
+    family_of,
     filled,
     tensors_of,
 )
@@ -52,10 +53,14 @@ def _as_list(value: Any) -> list[int]:
 def locate(folder: str | Path, config: Config) -> dict[str, Path]:
     """The safetensors file of every tensor, after all headers agree with the configuration by name, shape and dtype.
 
-    Reads headers only. Raises FileNotFoundError without weights and CheckpointError that names every tensor that does
-    not fit.
+    Of FP8 tensors, their scales too. Reads headers only. Raises FileNotFoundError without weights and CheckpointError
+    that names every tensor that does not fit.
     """
-    return safetensors_files.locate(folder, expected_shapes(config))
+
+    def ignored(name: str) -> bool:
+        return family_of(config).ignored(name, config)
+
+    return safetensors_files.locate(folder, expected_shapes(config), ignored)
 
 
 def load(name: str | Path, *, dtype: Any = None, param_dtype: Any = None, **options: Any) -> tuple[Config, Model]:

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from models.checkpoints import fp8_blocks
 from models.checkpoints.errors import CheckpointError, Problems
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -19,20 +20,28 @@ DTYPES = ("F32", "BF16", "F16")
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # recomputed in float32; some writers store it rounded
 
 
-def locate(folder: str | Path, expected: dict[str, tuple[int, ...]]) -> dict[str, Path]:
+def locate(
+    folder: str | Path, expected: dict[str, tuple[int, ...]], ignored: Callable[[str], bool] = lambda name: False
+) -> dict[str, Path]:
     """The file of every expected tensor, after all headers agree by name, shape and dtype.
 
-    Reads headers only. Raises FileNotFoundError without weights and CheckpointError that names every tensor that is
-    unknown, missing, there twice, not where the index says, of another shape, or of a dtype that is no float here.
+    A matrix may be FP8 if its scales are there (`fp8_blocks`); the result has them, too. `ignored` tells which other
+    tensors there may be. Reads headers only. Raises FileNotFoundError without weights and CheckpointError that names
+    every tensor that is unknown, missing, there twice, not where the index says, of another shape, or of a dtype that
+    is no float here.
     """
     folder = Path(folder)
     index = _read_index(folder)
     files = [folder / SINGLE] if index is None else [folder / name for name in sorted(set(index.values()))]
     found: dict[str, Path] = {}
     problems = Problems()
-    for file in files:
-        for name, dtype, shape in _read_header(file):
-            if DERIVED.search(name):
+    headers = {file: _read_header(file) for file in files}
+    fp8 = {name for header in headers.values() for name, dtype, _ in header if dtype == fp8_blocks.DTYPE}
+    fp8 = {name for name in fp8 if len(expected.get(name, ())) == 2}
+    expected = expected | {fp8_blocks.scale_of(name): fp8_blocks.scale_shape(expected[name]) for name in fp8}
+    for file, header in headers.items():
+        for name, dtype, shape in header:
+            if DERIVED.search(name) or ignored(name):
                 continue
             if name not in expected:
                 problems.add("unknown", name)
@@ -40,7 +49,7 @@ def locate(folder: str | Path, expected: dict[str, tuple[int, ...]]) -> dict[str
                 problems.add("duplicate", f"{name} (in {found[name].name} and {file.name})")
             elif index is not None and index.get(name) != file.name:
                 problems.add("misplaced", f"{name} (in {file.name}, the index says {index.get(name)})")
-            elif problems.judge_shape(name, shape, expected[name]) and dtype not in DTYPES:
+            elif problems.judge_shape(name, shape, expected[name]) and dtype not in DTYPES and name not in fp8:
                 problems.add("dtype", f"{name} (is {dtype}, should be one of {', '.join(DTYPES)})")
             found.setdefault(name, file)
     for name in expected:
@@ -89,7 +98,13 @@ def reader(files: dict[str, Path]) -> Iterator[Callable[[str], np.ndarray]]:
         opened = {
             file: stack.enter_context(safetensors.safe_open(file, framework="numpy")) for file in set(files.values())
         }
-        yield lambda name: opened[files[name]].get_tensor(name)
+
+        def read(name: str) -> np.ndarray:
+            if (scale := fp8_blocks.scale_of(name)) in files:
+                return fp8_blocks.dequantised(fp8_blocks.read(files[name], name), read(scale))
+            return opened[files[name]].get_tensor(name)
+
+        yield read
 
 
 def write(folder: Path, tensors: dict[str, np.ndarray], max_shard_bytes: int | None) -> None:

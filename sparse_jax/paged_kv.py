@@ -59,14 +59,16 @@ def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Ar
 def _put_loop(pool, plane, page, offset, new):
     # A whole token at a time, or where heads have places of their own, one head of a token.
     heads = 1 if page.ndim == 2 else pool.shape[2]
-    new = new.reshape(new.shape[0], page.size, heads, -1)
+    one_head = pool.shape[2] == 1
+    new = new.reshape(new.shape[0], page.size, heads, *([1] if one_head else []), -1)
     page, offset = page.reshape(-1), offset.reshape(-1)
     which, count = _present(page)
 
     def put_one(i, rows):
-        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv or 1, D]
+        token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv or 1, (1,) D]
         head = jnp.int32(0) if heads > 1 else which[i] % pool.shape[2]
-        return _overwrite_bits(rows, token, plane, page[which[i]], offset[which[i]] * pool.shape[4], head)
+        start = (offset[which[i]], jnp.int32(0)) if one_head else (offset[which[i]] * pool.shape[4],)
+        return _overwrite_bits(rows, token, plane, page[which[i]], head, *start)
 
     return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
 
@@ -100,7 +102,7 @@ def _copy_loop(pools, sources, targets):
     which, count = _present(targets)
 
     def copy_one(i, pools):
-        source, target, zero = sources[which[i]], targets[which[i]], jnp.int32(0)
+        source, target, zeros = sources[which[i]], targets[which[i]], [jnp.int32(0)] * 4
 
         def copy_in(rows):
             def read():
@@ -110,7 +112,8 @@ def _copy_loop(pools, sources, targets):
             # not be done in place and would copy the pool.
             page = lax.cond(count > 0, read, lambda: jnp.zeros((rows.shape[0], 1, *rows.shape[2:]), rows.dtype))
             cpu = _overwrite if rows.dtype in _PLAIN_ON_CPU else _overwrite_bits
-            return lax.platform_dependent(rows, page, zero, target, zero, cpu=cpu, default=_overwrite)
+            at = zeros[0], target, *zeros[: rows.ndim - 2]
+            return lax.platform_dependent(rows, page, *at, cpu=cpu, default=_overwrite)
 
         return tuple(map(copy_in, pools))
 
@@ -123,19 +126,21 @@ _PLAIN_ON_CPU = (jnp.float32, jnp.float16, *([jnp.bfloat16] if jax.__version_inf
 
 
 def _rows(pool):
-    return pool.reshape(*pool.shape[:3], -1)  # [planes, N, Hkv, P * D], the same bytes
+    # [planes, N, Hkv, P * D], the same bytes. Not with a single head: a reshape around an axis of one may come out in
+    # another layout, and XLA on CPUs would copy the pool to get from one to the other.
+    return pool if pool.shape[2] == 1 else pool.reshape(*pool.shape[:3], -1)
 
 
-def _overwrite(rows, new, plane, page, start, head=0):
-    return lax.dynamic_update_slice(rows, new, (plane, page, jnp.int32(head), start))
+def _overwrite(rows, new, *at):
+    return lax.dynamic_update_slice(rows, new, at)
 
 
-def _overwrite_bits(rows, new, plane, page, start, head=0):
+def _overwrite_bits(rows, new, *at):
     # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
     # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]
     rows_bits, new_bits = (lax.bitcast_convert_type(x, unsigned) for x in (rows, new))
-    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, plane, page, start, head), rows.dtype)
+    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, *at), rows.dtype)
 
 
 def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import generate as generation
 from models.deepseek import Deepseek, DeepseekConfig, IndexerConfig
 from models.generate import generate
 from sparse_jax import selectors
@@ -142,6 +143,21 @@ def test_generation_is_the_arg_max_of_the_full_forward_and_says_what_it_read(mod
     assert stats.kv_tokens_read == 3 * (7 * 5 + 3 + 4 + 5 + 5)
     with pytest.raises(ValueError, match="'dsa' and 'dense', got Quest"):
         generate(model, [[1]], selector=selectors.get("quest"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_call_copies_the_pool(model, dtype):
+    """A pool of one head is written in place, too: what a call needs beside its arguments is far below it."""
+    result = generate(model, [[1, 2, 3]] * 2, max_tokens=32, page_size=4, pages=16_384, cache_dtype=dtype)
+    state, static = result.state, {"graph": result._graph, "options": result.options}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.paged.kv))
+    tokens, counts = np.zeros((2, 16), np.int32), np.int32([3, 3])
+    prefill = generation._prefill.lower(result._params, tokens, counts, state, **static).compile()
+    decode = generation._decode.lower(result._params, state, **static, steps=8, speculation=None).compile()
+    for call in (prefill, decode):
+        memory = call.memory_analysis()
+        assert memory.alias_size_in_bytes >= size
+        assert memory.temp_size_in_bytes < size / 8
 
 
 @pytest.mark.parametrize(

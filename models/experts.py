@@ -109,7 +109,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts' matrices, stacked, and how tokens go through those that they chose."""
+    """The experts' matrices, stacked, and what tokens get from those that they chose."""
 
     def __init__(self, hidden: int, config: ExpertsConfig, *, rngs: nnx.Rngs, param_dtype):
         self.gate_proj = matrix(rngs, config.count, config.width, hidden, param_dtype=param_dtype)
@@ -118,17 +118,18 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """The weighted sum of the chosen experts: x [M, H], ids i32[M, k], weights f32[M, k] -> [M, H]."""
-        by_expert = jnp.argsort(ids.reshape(-1), stable=True)  # M * k copies, those of expert 0 first
-        sizes = jnp.bincount(ids.reshape(-1), length=self.gate_proj.shape[0]).astype(jnp.int32)
-        rows = x[by_expert // ids.shape[1]]
-
-        def each(rows: jax.Array, weight: nnx.Param) -> jax.Array:  # [E, out, in] applied group by group
-            return jax.lax.ragged_dot(rows, weight[...].astype(x.dtype).swapaxes(1, 2), sizes)
-
-        inner = jax.nn.silu(each(rows, self.gate_proj)) * each(rows, self.up_proj)
-        out = each(inner, self.down_proj)
-        out = jnp.zeros_like(out).at[by_expert].set(out, unique_indices=True).reshape(*ids.shape, -1)
-        return jnp.einsum("mkh,mk->mh", out.astype(jnp.float32), weights, precision=HIGHEST).astype(x.dtype)
+        experts, tokens = self.gate_proj.shape[0], jnp.arange(x.shape[0])[:, None]
+        gate, up, down = (p[...].astype(x.dtype) for p in (self.gate_proj, self.up_proj, self.down_proj))
+        # Few tokens copy the matrices of their experts, which reads or writes each of them three times; many go through
+        # all experts and drop what they did not choose.
+        if 3 * ids.size < experts:
+            inner = jax.nn.silu(jnp.einsum("mh,mkih->mki", x, gate[ids])) * jnp.einsum("mh,mkih->mki", x, up[ids])
+            return jnp.einsum("mki,mkhi->mh", (inner * weights[..., None]).astype(x.dtype), down[ids])
+        inner = jax.nn.silu(jnp.einsum("mh,eih->mei", x, gate)) * jnp.einsum("mh,eih->mei", x, up)
+        chosen = jnp.zeros((x.shape[0], experts), bool).at[tokens, ids].set(True)
+        weights = jnp.zeros(chosen.shape, jnp.float32).at[tokens, ids].set(weights)
+        inner = jnp.where(chosen[..., None], inner * weights[..., None], 0).astype(x.dtype)
+        return jnp.einsum("mei,ehi->mh", inner, down)
 
 
 class MixtureOfExperts(nnx.Module):

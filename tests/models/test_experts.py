@@ -74,6 +74,17 @@ def test_each_token_goes_through_its_own_experts_whatever_the_others_do(mixture)
         for expert, weight in zip(ids, weights):
             expected = expected + weight * mlp(token, *(get(mixture.experts, name)[expert] for name in names))
         np.testing.assert_allclose(out[at], expected, atol=1e-5)
+    with jax.default_matmul_precision("highest"):  # few tokens take another way
+        np.testing.assert_allclose(mixture(x[:1, :1]), out[:1, :1], atol=1e-5)
+
+
+def test_an_expert_that_overflows_is_seen_only_by_who_chose_it(mixture):
+    experts = nnx.merge(*nnx.split(mixture.experts))
+    experts.up_proj[...] = experts.up_proj[...].at[5].set(jnp.inf)
+    ids = jnp.tile(jnp.array([[0, 1, 2]]), (8, 1)).at[3].set(jnp.array([4, 5, 6]))
+    out = np.asarray(experts(jnp.ones((8, 6)), ids, jnp.ones((8, 3))))
+    assert np.isfinite(out[[0, 1, 2, 4, 5, 6, 7]]).all()
+    assert not np.isfinite(out[3]).any()
 
 
 def test_the_bias_has_no_gradient_and_a_type_of_its_own(mixture):

@@ -12,8 +12,9 @@ from flax import nnx
 from models import generate as generation
 from models.deepseek import Deepseek, DeepseekConfig, IndexerConfig
 from models.generate import generate
+from models.loops import Cache, Step
 from sparse_jax import selectors
-from tests.models.deepseek_setting import INDEXER, decoded, random_tokens, small_deepseek
+from tests.models.deepseek_setting import INDEXER, decoded, empty, prefill, random_tokens, small_deepseek
 
 SHARED = IndexerConfig(**(vars(INDEXER) | {"pattern": "FSF", "interleaved": True, "hadamard": True}))
 full = nnx.jit(lambda model, tokens: model.logits(model.forward(tokens).hidden[0]))
@@ -65,6 +66,30 @@ def test_paged_decode_equals_the_full_forward(case):
     for request, (prompt, length) in enumerate(zip(prompts, lengths)):
         np.testing.assert_allclose(logits[request], expected[request, prompt - 1 : length], atol=1e-4, rtol=0)
     np.testing.assert_array_equal(out.tokens_read, [[14 if case == "dense" else 5, 0]] * 3)
+
+
+@pytest.mark.parametrize("name", ["dsa", "dense"])
+def test_several_rows_of_a_step_choose_as_in_steps_of_their_own(name):
+    """As drafts are verified: three rows of one request at once, two of the other and one of padding."""
+    model = Deepseek(small_deepseek(indexer=SHARED if name == "dsa" else None), rngs=nnx.Rngs(2))
+    tokens, selector, counts = random_tokens(), selectors.get(name), jnp.array([8, 7])
+    out = prefill(model, tokens, counts, empty(model.config, 2), selector, ())
+    rows = np.array([[8, 9, 10], [7, 8, -1]], np.int32)
+
+    @nnx.jit
+    def verify(model, paged):
+        paged, state, room = selector.reserve(paged, (), jnp.array([3, 2]), 3)
+        takes_part, seen = jnp.array([True, True]), jnp.asarray(rows) + 1
+        step = Step(model=model, selector=selector, room=room, takes_part=takes_part, seen=seen)
+        h = model.embed(jnp.asarray(tokens)[jnp.array([[0], [1]]), rows])
+        output, cache = step.run(h, jnp.asarray(rows), Cache.of(paged, state))
+        return model.logits(output.hidden[0]), cache.reads
+
+    logits, reads = verify(model, out.paged)
+    expected = np.asarray(full(model, tokens))
+    np.testing.assert_allclose(logits[0], expected[0, 8:11], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits[1, :2], expected[1, 7:9], atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(reads, [[15, 10] if name == "dsa" else [11, 9]] * 3)
 
 
 def test_what_comes_later_changes_nothing(model):

@@ -59,13 +59,7 @@ def causal(
     implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S, Hq, d_v], chosen i32[B, S, topk], or
     None where everything is seen because S is at most topk).
     """
-    width, d_v = q.w_uk.shape[-1], q.w_uv.shape[-2]
-    heads = (*latents.shape[:2], q.q_nope.shape[2], latents.shape[-1] - width)
-    queries = jnp.concatenate([q.q_nope, q.q_pe], axis=-1)
-    k_nope = jnp.einsum("bsc,ndc->bsnd", latents[..., :width], q.w_uk[0, 0])
-    keys = jnp.concatenate([k_nope, jnp.broadcast_to(latents[:, :, None, width:], heads)], axis=-1)
-    values = jnp.einsum("bsc,nvc->bsnv", latents[..., :width], q.w_uv[0, 0])
-    queries, keys, values = _same_width(queries, keys, values)
+    queries, keys, values = _same_width(*multi_head(q, latents))
     options = {"scale": q.scale, "implementation": implementation}
     if q.topk is None or latents.shape[1] <= q.topk:
         out, chosen = jax.nn.dot_product_attention(queries, keys, values, is_causal=True, **options), None
@@ -73,7 +67,17 @@ def causal(
         chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
         assert chosen is not None
         out = _masked(queries, keys, values, chosen, options)
-    return out[..., :d_v], chosen
+    return out[..., : q.w_uv.shape[-2]], chosen
+
+
+def multi_head(q: LatentQuery, latents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the heads read in multi-head form: queries and keys [B, S, Hq, d_n + d_r], values [B, S, Hq, d_v]."""
+    width = q.w_uk.shape[-1]
+    heads = (*latents.shape[:2], q.q_nope.shape[2], latents.shape[-1] - width)
+    queries = jnp.concatenate([q.q_nope, q.q_pe], axis=-1)
+    k_nope = jnp.einsum("bsc,ndc->bsnd", latents[..., :width], q.w_uk[0, 0])
+    keys = jnp.concatenate([k_nope, jnp.broadcast_to(latents[:, :, None, width:], heads)], axis=-1)
+    return queries, keys, jnp.einsum("bsc,nvc->bsnv", latents[..., :width], q.w_uv[0, 0])
 
 
 def _same_width(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -75,8 +75,10 @@ class Run:
     def time(self, effort: Effort) -> Timing:
         """The median of some runs after a first one."""
         self._run()
-        samples = sorted(self._run() for _ in range(min(effort.repeats, 5)))
-        return Timing(samples[len(samples) // 2], samples[0], samples[-1])
+        # Each run tells details of its own; those of the median belong beside it.
+        runs = sorted(((self._run(), self.details) for _ in range(min(effort.repeats, 5))), key=lambda run: run[0])
+        median, self.details = runs[len(runs) // 2]
+        return Timing(median, runs[0][0], runs[-1][0])
 
     def _run(self) -> float:
         way = self.way
@@ -164,5 +166,6 @@ def rows(case: SpeculationShape, plan: Plan) -> Iterator[Row]:
             del timing
             return {"details": run.details}
 
-        candidates = functools.partial(list, [Candidate(run)])
-        yield from measure([Entry(row, candidates, finish, plan.effort)], plan._replace(copy_bandwidth=None))
+        candidates = [Candidate(run)]
+        entry = Entry(row, functools.partial(tuple, candidates), finish, plan.effort)
+        yield from measure([entry], plan._replace(copy_bandwidth=None))

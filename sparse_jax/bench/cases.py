@@ -1,9 +1,11 @@
 """Shapes of the benchmarks, by name."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
+from sparse_jax.latent_cache import latent_bytes
 from sparse_jax.ops import retained_count
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
@@ -183,3 +185,97 @@ REFERENCE = (
 REFERENCE_QUICK = ("b1-32k",)
 REFERENCE_CPU = (DecodeShape(name="cpu-b2-1k", batch=2, context=1024, **_CPU | {"kept_tokens": 103}),)
 REFERENCE_CPU_QUICK = ("cpu-b2-1k",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """One decode step of sparse MLA: requests with `context` tokens in a cache of latents, and an indexer's keys."""
+
+    name: str
+    batch: int  # B
+    context: int  # S, tokens of each request
+    heads: int  # Hq
+    query_tokens: int = 1  # T
+    kept_tokens: int = 2048  # C
+    latent_dim: int = 512
+    rope_dim: int = 64
+    index_heads: int = 64
+    index_dim: int = 128
+    page_size: int = 64  # P
+    dtype: str = "bfloat16"
+    pool_bytes: int = 2**30  # the pool of latents holds at least this much, see DecodeShape
+    ops: tuple[str, ...] = ()  # measure these operations only; everything if empty
+    plain: tuple[str, ...] = ()  # plain XLA is timed for these on a GPU too
+
+    @property
+    def pages_per_request(self) -> int:
+        """W, the width of the page table."""
+        return self.context // self.page_size
+
+    @property
+    def width(self) -> int:
+        """E, the columns of a query and of a cached row."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def pages(self) -> int:
+        """N, the pages of the pools: those of the requests, or more where `pool_bytes` asks for it; whole chunks."""
+        page = self.page_size * self.width * self.itemsize
+        pages = max(self.batch * self.pages_per_request, -(-self.pool_bytes // page))
+        return -(-pages // self.chunk_pages) * self.chunk_pages
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages that are filled with random data at a time."""
+        return min(512, self.batch * self.pages_per_request)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of queries, outputs and plain caches."""
+        return ITEMSIZES[self.dtype]
+
+    def row_bytes(self, latents: str) -> int:
+        """Of one token in a cache of the format; "plain" has the dtype of the case."""
+        plain = self.width * self.itemsize
+        return plain if latents == "plain" else latent_bytes(latents, self.latent_dim, self.rope_dim)
+
+    def key_bytes(self, keys: str) -> int:
+        """Of one token's index key, "plain" or "fp8" with its scale."""
+        return self.index_dim * self.itemsize if keys == "plain" else self.index_dim + 4
+
+
+def _latent(batch: int, context: int, heads: int, tokens: int = 1, **options: Any) -> LatentShape:
+    name = f"b{batch}-{context}k-h{heads}" + (f"-t{tokens}" if tokens > 1 else "")
+    return LatentShape(
+        name=name, batch=batch, context=1024 * context, heads=heads, query_tokens=tokens, **options
+    )  # fmt: skip
+
+
+_SPARSE = ("sparse MLA", "sparse MLA, fp8_ds_mla")
+_CHOOSING = ("indexer", "indexer, fp8 keys", "select + sparse MLA", "select + sparse MLA, fp8")
+MLA = (
+    _latent(
+        128, 32, 128, plain=("sparse MLA",),
+        ops=("dense MLA", *_SPARSE, "sparse MLA, sorted ids", "sparse MLA, nvfp4_ds_mla"),
+    ),
+    _latent(128, 32, 64, ops=_SPARSE),
+    _latent(128, 32, 16, ops=("dense MLA", *_SPARSE, *_CHOOSING), plain=("indexer",)),
+    _latent(32, 32, 128, ops=_SPARSE),
+    _latent(8, 128, 128, ops=("dense MLA", *_SPARSE, *_CHOOSING)),
+    _latent(1, 128, 128, ops=("dense MLA", *_SPARSE, *_CHOOSING[:3]), plain=("dense MLA", "sparse MLA")),
+    _latent(128, 32, 128, 2, ops=_SPARSE),
+    _latent(128, 32, 16, 2, ops=_SPARSE),
+    _latent(8, 32, 128, 2, ops=_SPARSE),
+    _latent(8, 32, 16, 2, ops=_SPARSE[:1]),
+)  # fmt: skip
+MLA_QUICK = ("b128-32k-h128",)
+# The other shapes, with every operation; measured where a pattern names them.
+_EVERY_SHAPE = (_latent(*sizes) for sizes in itertools.product((128, 32, 8, 1), (32, 128), (128, 64, 16), (1, 2)))
+MLA_MORE = tuple(case for case in _EVERY_SHAPE if case.name not in {named.name for named in MLA})
+MLA_CPU = (
+    LatentShape(
+        name="cpu-b2-1k-h8", batch=2, context=1024, heads=8, kept_tokens=128, latent_dim=128, rope_dim=16,
+        index_heads=8, index_dim=32, page_size=16, dtype="float32", pool_bytes=0,
+    ),
+)  # fmt: skip
+MLA_CPU_QUICK = ("cpu-b2-1k-h8",)

@@ -12,7 +12,7 @@ from rich.console import Console
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="What to measure: attention, topk, select, step, reference; of models ouro, speculation."),
+        typer.Argument(help="What to measure: attention, topk, select, step, reference, mla, ouro, speculation."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and shorter measurements.")] = False,
     cases: Annotated[str, typer.Option(help="Shapes by name or pattern, separated by commas: b64-32k,b1-*.")] = "",

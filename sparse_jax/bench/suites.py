@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
-from sparse_jax.bench import attention, reference, select, step, topk
+from sparse_jax.bench import attention, mla, reference, select, step, topk
 from sparse_jax.bench.report import BenchResult, Row, environment
 from sparse_jax.bench.timing import Effort, Plan, copy_bandwidth, short_message
 
-# A suite is a module with CASES, CASES_CPU (dataclasses with a name), QUICK (names) and `rows(case, plan)`.
-SUITES = {"attention": attention, "topk": topk, "select": select, "step": step, "reference": reference}
+# A suite is a module with CASES, CASES_CPU (dataclasses with a name), QUICK (names) and `rows(case, plan)`; and, if it
+# has some that are measured only where a pattern names them, MORE.
+SUITES = {"attention": attention, "topk": topk, "select": select, "step": step, "reference": reference, "mla": mla}
 
 CPU_NOTE = (
     "This is a CPU: small shapes, plain XLA only. The numbers say that everything runs, not how fast the kernels are; "
@@ -34,7 +35,7 @@ def select_cases(suite: str, patterns: Sequence[str] = (), quick: bool = False) 
     if not patterns:
         everything = module.CASES if jax.default_backend() == "gpu" else module.CASES_CPU
         return [case for case in everything if not quick or case.name in module.QUICK]
-    known = (*module.CASES, *module.CASES_CPU)
+    known = (*module.CASES, *getattr(module, "MORE", ()), *module.CASES_CPU)
     found = [case for case in known if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
     if not found:
         names = ", ".join(case.name for case in known)

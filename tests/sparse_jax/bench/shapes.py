@@ -22,6 +22,20 @@ TINY = cases.DecodeShape(
 )
 TINY_TOP_K = cases.TopKShape(name="tiny", rows=(2, 3), size=40, k=5, zeros=0.5)
 TINY_STEP = cases.StepShape(name="tiny", attention=TINY, layers=(1, 2))
+TINY_MLA = cases.LatentShape(
+    name="tiny",
+    batch=2,
+    context=64,
+    heads=4,
+    kept_tokens=16,
+    latent_dim=32,
+    rope_dim=8,
+    index_heads=2,
+    index_dim=16,
+    page_size=8,
+    dtype="float32",
+    pool_bytes=0,
+)
 BRIEF = timing.Effort(repeats=2, seconds=0.01, calls=2)
 H200 = {"device": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2026-11-29T19:48:56+00:00"}
 

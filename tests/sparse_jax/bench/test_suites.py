@@ -12,10 +12,10 @@ import pytest
 
 import sparse_jax
 from pallas_kernels.lowering import lower_for_cuda
-from sparse_jax.bench import attention, cases, inputs, peers, reference, run, step, suites, timing, topk
+from sparse_jax.bench import attention, cases, inputs, mla, peers, reference, run, step, suites, timing, topk
 from sparse_jax.bench.entries import Candidate
 from sparse_jax.bench.profiler import Profile
-from tests.sparse_jax.bench.shapes import BRIEF, TINY, TINY_STEP, TINY_TOP_K, any_timing
+from tests.sparse_jax.bench.shapes import BRIEF, TINY, TINY_MLA, TINY_STEP, TINY_TOP_K, any_timing
 
 
 def test_inputs_are_shuffled_distinct_and_in_range():
@@ -355,6 +355,7 @@ def test_suites_on_a_gpu_time_the_kernels_and_find_them_right(monkeypatch):
     monkeypatch.setattr(topk, "CASES", (TINY_TOP_K,))
     monkeypatch.setattr(step, "CASES", (dataclasses.replace(TINY_STEP, attention=case),))
     monkeypatch.setattr(reference, "CASES", (case,))
+    monkeypatch.setattr(mla, "CASES", (dataclasses.replace(TINY_MLA, heads=16, dtype="bfloat16"),))
     for suite in suites.SUITES:
         result = run(suite, effort=BRIEF)
         kernels = [row for row in result.rows if row.implementation == "triton"]

@@ -1,4 +1,4 @@
-"""Plots of committed runs, as SVG: time against context, speed-up against the kept fraction, and the roofline."""
+"""Plots of committed runs, as SVG: time against context, speed-up against the kept fraction, rooflines, corrections."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,6 +24,17 @@ COLORS = {
     "select + page-sparse": "tab:green",
     "select + token-sparse": "tab:red",
 }
+LATENT = {
+    "dense MLA": ("tab:gray", "o"),
+    "sparse MLA": ("tab:orange", "o"),
+    "sparse MLA, fp8_ds_mla": ("tab:orange", "s"),
+    "sparse MLA, nvfp4_ds_mla": ("tab:orange", "^"),
+    "indexer": ("tab:blue", "o"),
+    "indexer, fp8 keys": ("tab:blue", "s"),
+    "select + sparse MLA": ("tab:green", "o"),
+    "select + sparse MLA, fp8": ("tab:green", "s"),
+}
+CORRECTION = {"dense": "tab:gray", "capture": "tab:purple", "consume": "tab:cyan"}
 PEERS = {
     "jax paged_attention": "v",
     "torch SDPA, contiguous": "^",
@@ -35,13 +46,12 @@ PEERS = {
 
 def draw(runs: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the plots that the runs have numbers for."""
-    if "attention" not in runs:
-        return []
-    run = runs["attention"]
     written = []
     with matplotlib.rc_context(STYLE):
-        for name, plot in PLOTS.items():
-            path = folder / f"{name}.svg"
+        for name, (suite, plot) in PLOTS.items():
+            if suite not in runs:
+                continue
+            run, path = runs[suite], folder / f"{name}.svg"
             figure = plot(run)
             figure.text(0.995, 0.005, origin(run), ha="right", va="bottom", fontsize=6, color="gray")
             figure.savefig(path, metadata={"Date": None})
@@ -141,6 +151,56 @@ def roofline(run: dict[str, Any]) -> Figure:
     return figure
 
 
+def latent_roofline(run: dict[str, Any]) -> Figure:
+    """TFLOP/s of each operation on latents against its FLOP per byte, and what the copy bandwidth allows."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes: Axes = figure.subplots()
+    intensities = []
+    for op, (color, marker) in LATENT.items():
+        points = []
+        for _, row in _measured(run):
+            if row["op"] == op:
+                flop = row["details"]["TFLOP/s"] * row["microseconds"] * 1e6
+                points.append((flop / row["bytes"], row["details"]["TFLOP/s"]))
+        if points:
+            axes.scatter(*_columns(points), s=20, marker=marker, color=color, label=op)
+        intensities += [x for x, _ in points]
+    copy = run["copy_terabytes_per_second"]
+    ends = [min(intensities), max(intensities)] if intensities else [1, 1]
+    axes.plot(ends, [copy * x for x in ends], color="black", linewidth=0.8, label=f"copy, {copy:.2f} TB/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that a call must move", ylabel="TFLOP/s")
+    for axis, ticks in ((axes.xaxis, (16, 32, 64, 128, 256, 512)), (axes.yaxis, (5, 10, 20, 50, 100, 200, 500, 1000))):
+        low, high = axis.get_view_interval()
+        axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+        axis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def correction_times(run: dict[str, Any]) -> Figure:
+    """Microseconds of dense attention, capture and consume, case by case."""
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes: Axes = figure.subplots()
+    measured = list(_measured(run))
+    cases = list(dict.fromkeys(f"B {case['batch']} x {case['context']:,}" for case, _ in measured))
+    for place, (op, color) in enumerate(CORRECTION.items()):
+        bars = [
+            (cases.index(f"B {case['batch']} x {case['context']:,}") + 0.27 * (place - 1), row["microseconds"])
+            for case, row in measured
+            if row["op"] == op
+        ]
+        if bars:
+            axes.bar(*_columns(bars), width=0.25, color=color, label=op)
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set(yscale="log", ylabel="us per call")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(axis="x", visible=False)
+    axes.legend()
+    return figure
+
+
 def _point(row: dict[str, Any]) -> tuple[float, float]:
     return row["bytes"], row["terabytes_per_second"]
 
@@ -149,4 +209,10 @@ def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return [x for x, _ in points], [y for _, y in points]
 
 
-PLOTS = {"time": time_by_context, "speedup": speedup_by_kept, "roofline": roofline}
+PLOTS = {
+    "time": ("attention", time_by_context),
+    "speedup": ("attention", speedup_by_kept),
+    "roofline": ("attention", roofline),
+    "mla": ("mla", latent_roofline),
+    "reference": ("reference", correction_times),
+}

@@ -32,7 +32,29 @@ HEADLINE = (
     ("select", "b64-128k", "step: gqa_h2o_sparse_attention"),
     ("topk", "64x32k", "top-k by id"),
     ("topk", "1x128k", "top-k by id"),
+    ("mla", "b128-32k-h128", "dense MLA"),
+    ("mla", "b128-32k-h128", "sparse MLA"),
+    ("mla", "b128-32k-h128", "sparse MLA, fp8_ds_mla"),
+    ("mla", "b128-32k-h16", "sparse MLA"),
+    ("mla", "b128-32k-h16", "sparse MLA, fp8_ds_mla"),
+    ("mla", "b8-128k-h128", "sparse MLA"),
+    ("mla", "b1-128k-h128", "sparse MLA"),
+    ("mla", "b128-32k-h16", "indexer"),
+    ("mla", "b128-32k-h16", "indexer, fp8 keys"),
+    ("mla", "b128-32k-h16", "select + sparse MLA"),
+    ("mla", "b8-128k-h128", "select + sparse MLA"),
+    ("reference", "b1-32k", "capture"),
+    ("reference", "b1-32k", "consume"),
+    ("reference", "b16-8k", "consume"),
+    ("ouro", "b8-8k", "step: dense"),
+    ("ouro", "b8-8k", "step: reference 0.1"),
 )
+# What a reader of the README must be told of an operation, whose name is enough inside its suite.
+PREFIX = {"reference": "reference correction: ", "ouro": "Ouro-1.4B, "}
+PICTURES = {
+    "mla": "TFLOP/s against FLOP per byte of sparse MLA",
+    "reference": "Time of capture and consume beside dense",
+}
 NO_RUN = "No run is committed yet.\n"
 
 
@@ -47,7 +69,9 @@ def documents(root: Path) -> dict[Path, str]:
     runs = load(root)
 
     def part(name: str) -> str:
-        return headline(runs) if name == "headline" else suite_table(runs.get(name))
+        if name == "headline":
+            return headline(runs)
+        return (picture(name) if name in runs else "") + suite_table(runs.get(name))
 
     def content(match: re.Match[str]) -> str:
         return match.group(1) + part(match.group(2)) + match.group(3)
@@ -58,9 +82,14 @@ def documents(root: Path) -> dict[Path, str]:
     return {path: block.sub(content, path.read_text(encoding="utf-8")) for path in paths}
 
 
+def picture(suite: str) -> str:
+    """The plot of a suite that has one of its own, see `plots.py`."""
+    return f"![{PICTURES[suite]}]({suite}.svg)\n\n" if suite in PICTURES else ""
+
+
 def headline(runs: dict[str, Run]) -> str:
     """The README's table: our time of each operation, and that of the others beside it."""
-    lines = []
+    lines, told = [], {}
     for suite, case_name, op in HEADLINE:
         run = runs.get(suite, {"rows": [], "cases": []})
         measured = {
@@ -71,23 +100,31 @@ def headline(runs: dict[str, Run]) -> str:
         if OURS not in measured:
             continue
         ours, case = measured.pop(OURS), _case(run, case_name)
-        xla = measured.pop("xla", None)
+        xla, details = measured.pop("xla", None), ours.get("details", {})
+        told[suite] = run
         others = [
             f"{name.removesuffix(', contiguous')} {microseconds(row['microseconds'])}" for name, row in measured.items()
         ]
         lines.append(
             (
                 _shape(case),
-                _operation(case, op),
+                PREFIX.get(suite, "") + _operation(case, op),
                 f"**{microseconds(ours['microseconds'])}**",
                 microseconds(ours["kernel_microseconds"]),
                 number(ours["of_copy"]),
                 microseconds(xla["microseconds"] if xla else None),
                 ", ".join(others),
+                microseconds(details.get("TFLOP/s")),
+                _detail(_times_dense(details)),
             )
         )
-    names = ("case", "operation", "us", "kernel us", "of copy", "plain XLA, us", "others, us")
-    return markdown(names, lines) + "\n" + about(runs)
+    names = ("case", "operation", "us", "kernel us", "of copy", "plain XLA, us", "others, us", "TFLOP/s", "times dense")
+    return markdown(names, lines) + "\n" + about(told)
+
+
+def _times_dense(details: dict[str, float]) -> float | None:
+    """How often the call fits into a dense one of its run, whichever way round its suite tells."""
+    return 1 / details["of dense"] if "of dense" in details else details.get("times dense")
 
 
 def _compares(row: dict[str, Any], op: str) -> bool:
@@ -114,7 +151,7 @@ def suite_table(run: Run | None) -> str:
             microseconds(row["microseconds"]),
             f"{microseconds(row['low'])} - {microseconds(row['high'])}",
             microseconds(row["kernel_microseconds"]),
-            number(row["terabytes_per_second"]),
+            number(row["terabytes_per_second"] or None),  # suites of whole models may count no bytes
             number(row["of_copy"]),
             "" if row["error"] is None else f"{row['error']:.1e}",
         ]
@@ -138,6 +175,11 @@ def about(runs: dict[str, Run]) -> str:
                 f"; {shape['dtype']}, Hq {shape['q_heads']}, Hkv {shape['kv_heads']}, D {shape['head_dim']}, "
                 f"P {shape['page_size']}"
             )
+        elif "latent_dim" in shape:
+            texts[-1] += (
+                f"; {shape['dtype']}, latents of {shape['latent_dim']} + {shape['rope_dim']}, index keys of "
+                f"{shape['index_dim']}, {shape['index_heads']} index heads, P {shape['page_size']}"
+            )
     return ".\n".join(texts) + ".\n" if texts else NO_RUN
 
 
@@ -155,8 +197,12 @@ def _case(run: Run, name: str) -> dict[str, Any]:
 
 def _shape(case: dict[str, Any]) -> str:
     shape = case.get("attention", case)
+    if "prompt" in shape:
+        return f"B {shape['batch']}, {shape['prompt']:,} + {shape['tokens']:,} tokens"
     if "context" in shape:
-        return f"B {shape['batch']} x {shape['context']:,}"
+        heads = f", Hq {shape['heads']}" if "heads" in shape else ""
+        rows = f", T {shape['query_tokens']}" if shape.get("query_tokens", 1) > 1 else ""
+        return f"B {shape['batch']} x {shape['context']:,}" + heads + rows
     rows = " x ".join(f"{rows:,}" for rows in case["rows"])
     return f"{rows} x {case['size']:,}, k {case['k']:,}" + (", mostly zeros" if case["zeros"] else "")
 
@@ -177,7 +223,9 @@ def number(value: float | None) -> str:
 
 
 def _detail(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def main(root: Path) -> None:

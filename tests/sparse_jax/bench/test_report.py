@@ -1,5 +1,6 @@
 """What a person and a program read: tables, JSON, documents, plots, and the command."""
 
+import dataclasses
 import io
 import json
 import re
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sparse_jax.bench import attention, cases, peers, readme, report
+from sparse_jax.bench import attention, cases, mla, peers, readme, report
 from sparse_jax.bench.command import bench, file_name, parse_config
 from tests.sparse_jax.bench.shapes import TINY, TINY_STEP, example, result, row
 
@@ -135,17 +136,49 @@ def h200_runs():
     return {run.suite: json.loads(run.to_json()) for run in runs}
 
 
-@pytest.fixture
-def documented(tmp_path):
-    """A repository with the three runs and two documents."""
-    folder = tmp_path / readme.FOLDER
+def later_runs():
+    """Runs of the suites that came later, the same way."""
+    latent = []
+    for case in cases.MLA:
+        for op in mla.OPS:
+            if op.name in case.ops:
+                microseconds = max(op.bytes(case) / 4e6, op.flop(case) / 500e6)
+                details = {"TFLOP/s": op.flop(case) / microseconds / 1e6, "times dense": 16.2}
+                measured = row(op.name, "triton", microseconds, case.name, details=details)
+                latent.append(dataclasses.replace(measured, bytes=op.bytes(case)))
+    corrected = [
+        row(op, "triton", microseconds, case.name, details={"of dense": microseconds / 72})
+        for case in cases.REFERENCE
+        for op, microseconds in (("dense", 72.0), ("capture", 108.0), ("consume", 18.0))
+    ]
+    runs = [result("mla", cases.MLA, latent), result("reference", cases.REFERENCE, corrected)]
+    found = {run.suite: json.loads(run.to_json()) for run in runs}
+    rounds = dataclasses.replace(row("rounds", "triton", 84.9, "b8", details={"acceptance": 0.937}), bytes=0)
+    texts = {"name": "b8", "batch": 8, "prompt": 512, "tokens": 512}
+    steps = {"name": "b8-8k", "batch": 8, "context": 8192, "retention": 0.1}
+    step = row("step: reference 0.1", "triton", 9000.0, "b8-8k", details={"times dense": 1.4, "ideal": 1.6})
+    for suite, case, one in (("speculation", texts, rounds), ("ouro", steps, step)):
+        run = json.loads(dataclasses.replace(result(suite, [], [one]), cases=[case]).to_json())
+        run["rows"][0]["terabytes_per_second"] = 0.0 if suite == "speculation" else 1.5
+        found[suite] = run
+    return found
+
+
+def documented_in(root, runs):
+    """A repository with runs and two documents."""
+    folder = root / readme.FOLDER
     folder.mkdir(parents=True)
-    for suite, run in h200_runs().items():
+    for suite, run in runs.items():
         (folder / f"{suite}-h200.json").write_text(json.dumps(run))
     block = "<!-- benchmark {0}: how -->\nold\n<!-- end of benchmark {0} -->\n"
-    (tmp_path / "README.md").write_text("# Title\n" + block.format("headline") + "end\n")
-    (folder / "README.md").write_text("".join(map(block.format, ("attention", "topk", "step"))))
-    return tmp_path
+    (root / "README.md").write_text("# Title\n" + block.format("headline") + "end\n")
+    (folder / "README.md").write_text("".join(map(block.format, runs)))
+    return root
+
+
+@pytest.fixture
+def documented(tmp_path):
+    return documented_in(tmp_path, h200_runs())
 
 
 def test_documents_and_plots_are_made_from_the_runs(documented, capsys):
@@ -167,6 +200,43 @@ def test_documents_and_plots_are_made_from_the_runs(documented, capsys):
         assert len(svg) < 200_000
     assert "token-sparse, B 64" in (documented / readme.FOLDER / "speedup.svg").read_text()
     assert capsys.readouterr().out.count("written:") == 5
+
+
+def test_later_suites_have_tables_and_plots_of_their_own(tmp_path, capsys):
+    root = documented_in(tmp_path, later_runs())
+    readme.main(root)
+    short = (root / "README.md").read_text()
+    assert "TFLOP/s | times dense |" in short.splitlines()[2]
+    assert re.search(r"\| B 128 x 32,768, Hq 128 \| sparse MLA, 2,048 kept \| .* \| 500 \| 16.2 \|", short)
+    consumed = next(line for line in short.splitlines() if "reference correction: consume" in line)
+    assert consumed.startswith("| B 1 x 32,768 |")
+    assert consumed.endswith("| 4 |")  # 18 of 72 us
+    assert "| B 8 x 8,192 | Ouro-1.4B, step: reference 0.1 | **9,000** |" in short
+    assert "latents of 512 + 64" in short
+    assert "speculation:" not in short  # has no row there
+    full = (root / readme.FOLDER / "README.md").read_text()
+    assert "| B 128 x 32,768, Hq 16, T 2 | sparse MLA" in full
+    assert re.search(r"\| consume .*\| 0\.25 \|", full)
+    assert re.search(r"\| B 8, 512 \+ 512 tokens \| rounds \| .* \| 0\.94 \|", full)
+    assert "0.00" not in full[full.index("benchmark speculation") :].split("end of benchmark")[0]
+    for name in ("mla", "reference"):
+        assert f"]({name}.svg)" in full
+        assert "2026-11-29" in (root / readme.FOLDER / f"{name}.svg").read_text()
+    assert capsys.readouterr().out.count("written:") == 4
+
+
+def test_plots_of_latents_and_corrections_show_each_operation():
+    plots = pytest.importorskip("sparse_jax.bench.plots")
+    runs = later_runs()
+    axes = plots.latent_roofline(runs["mla"]).axes[0]
+    found = {points.get_label(): points.get_offsets() for points in axes.collections}
+    assert set(plots.LATENT) == set(found) == {op.name for op in mla.OPS} - {"sparse MLA, sorted ids"}
+    # 16, 64 and 128 heads of fp8 rows: 53, 212 and 425 FLOP a byte but for queries and outputs.
+    assert found["sparse MLA, fp8_ds_mla"][0][0] == pytest.approx(
+        425 * 2048 * 656 / (2048 * 656 + 128 * 2176), rel=0.01
+    )
+    bars = plots.correction_times(runs["reference"]).axes[0].patches
+    assert len(bars) == 3 * len(cases.REFERENCE)
 
 
 def test_plots_are_the_same_each_time(documented):

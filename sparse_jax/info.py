@@ -63,11 +63,17 @@ def _operations() -> dict[str, tuple[Callable[[], Any], bool]]:
     q, pool = jnp.zeros((1, 4, 64), jnp.bfloat16), jnp.zeros((2, 2, 16, 64), jnp.bfloat16)
     table, lengths, ids = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32), jnp.zeros((1, 2, 16), jnp.int32)
     request = jnp.zeros(1, jnp.int32)
+    latents, index_keys = jnp.zeros((2, 16, 48), jnp.bfloat16), sparse_jax.create_index_keys(2, 16, 64)
     outs, lses = jnp.zeros((2, 1, 4, 64)), jnp.zeros((2, 1, 4))
     return {
         "paged_attention": (lambda: sparse_jax.paged_attention(q, pool, pool, table, lengths), True),
         "page_sparse_attention": (lambda: sparse_jax.page_sparse_attention(q, pool, pool, table, lengths, ids), True),
         "token_sparse_attention": (lambda: sparse_jax.token_sparse_attention(q, pool, pool, ids), True),
+        "mla_sparse_attention": (
+            lambda: sparse_jax.mla_sparse_attention(q[..., :48], latents, ids[:, 0], scale=0.1, value_dim=32),
+            True,
+        ),
+        "indexer_scores": (lambda: sparse_jax.indexer_scores(q, lses[0], index_keys, table, lengths), True),
         "to_slots": (lambda: sparse_jax.to_slots(ids, table, request, page_size=16), False),
         "merge_attention": (lambda: sparse_jax.merge_attention(outs, lses), False),
         "top_k": (lambda: sparse_jax.top_k(jnp.zeros((1, 64)), 4), True),

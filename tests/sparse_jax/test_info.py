@@ -10,19 +10,21 @@ def test_report_covers_every_operation_of_this_machine():
     found = info.report()
     assert found["versions"]["jax"] == jax.__version__
     assert [device["id"] for device in found["devices"]] == [device.id for device in jax.devices()]
-    assert set(found["operations"]) == {
+    plain = {"to_slots", "merge_attention"}
+    with_kernel = {
         "paged_attention",
         "page_sparse_attention",
         "token_sparse_attention",
-        "to_slots",
-        "merge_attention",
+        "mla_sparse_attention",
+        "indexer_scores",
         "top_k",
         "h2o_accumulate",
     }
+    assert set(found["operations"]) == plain | with_kernel
     on_gpu = jax.default_backend() == "gpu"
-    for name in ("paged_attention", "page_sparse_attention", "token_sparse_attention", "top_k", "h2o_accumulate"):
+    for name in with_kernel:
         assert found["operations"][name]["implementation"] == ("triton" if on_gpu else "xla")
-    for name in ("to_slots", "merge_attention"):
+    for name in plain:
         assert found["operations"][name] == {
             "implementation": "xla",
             "why": "plain jnp on every device",

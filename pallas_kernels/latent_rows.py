@@ -106,7 +106,9 @@ class LatentRow:
         for start, size in _pieces(self.rope_dim, MOST_COLUMNS):
             cols = start + _range(size)
             words = _rows(words_ref, keys, first + cols, cols < self.rope_dim)
-            parts.append(Part(lax.bitcast_convert_type(words, jnp.bfloat16), None))
+            rope = lax.bitcast_convert_type(words, jnp.bfloat16)
+            # float16 queries have more bits than bfloat16 holds: both meet in float32.
+            parts.append(Part(rope.astype(jnp.promote_types(compute, rope.dtype)), None))
         return [part if compute != jnp.float32 else part._replace(rows=part.rows.astype(compute)) for part in parts]
 
     def _nvfp4(self, refs: Any, keys: Keys, compute: Any, interpret: bool) -> list[Part]:

@@ -55,6 +55,7 @@ CORNER = [
     MlaCase(name="f32_rows_bf16_query", dtype="bfloat16", latent=48, rope=8),
     MlaCase(name="h128_512", Hq=128, B=1, latent=512, rope=64, dtype="bfloat16", stored="bfloat16", sinks=True),
     MlaCase(name="fp8_no_rope", Hq=33, latent=256, rope=0, dtype="float16", stored="fp8_ds_mla", sinks=True),
+    MlaCase(name="fp8_fp16_query", Hq=16, latent=128, rope=64, dtype="float16", stored="fp8_ds_mla"),
     MlaCase(name="fp8_512", Hq=5, B=1, latent=512, rope=64, P=64, N=2, dtype="bfloat16", stored="fp8_ds_mla"),
     MlaCase(name="fp8_f32_query", T=3, row_lists=True, latent=128, rope=16, stored="fp8_ds_mla", P=1, N=50),
     MlaCase(name="nvfp4_512", Hq=16, B=1, latent=512, rope=64, dtype="bfloat16", stored="nvfp4_ds_mla", sinks=True),

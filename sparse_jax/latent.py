@@ -160,7 +160,7 @@ def _index_keys(key_pages: Any, width: int) -> tuple[Any, tuple[int, int]]:
         return key_pages, (key_pages.pages, key_pages.page_size)
     keys = as_float("key_pages", key_pages)
     check_shape("key_pages", keys, (None, None, width))
-    return keys, keys.shape[:2]
+    return keys, (keys.shape[0], keys.shape[1])
 
 
 def _check_pool(name: str, pages: int, page_size: int) -> None:

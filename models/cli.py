@@ -275,7 +275,10 @@ def train(
         Path, typer.Option(help="Folder with kjv.txt and jargon.txt; python -m models.training.corpora makes it.")
     ] = Path(".data"),
     preset: Annotated[
-        str, typer.Option(help="ouro-tiny (some minutes on a large GPU) or smoke (a minute on a CPU).")
+        str,
+        typer.Option(
+            help="ouro-tiny, deepseek-tiny (some minutes on a large GPU), smoke, deepseek-smoke (a minute on a CPU)."
+        ),
     ] = "ouro-tiny",
     variant: Annotated[
         str | None, typer.Option(help="A variant of ouro-tiny; models/training/recipes.py lists them.")
@@ -293,7 +296,7 @@ def train(
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that make batches; 0 makes them here.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,
 ) -> None:
-    """Train a small Ouro from scratch, then evaluate it and write its model card.
+    """Train a small Ouro or DeepSeek-style model from scratch, then evaluate it and write its model card.
 
     Ctrl-C stops cleanly: the model is written and evaluated.
 

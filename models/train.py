@@ -1,4 +1,4 @@
-"""Training of ouro-tiny: `python -m models.train --text .data --out DIR`, or `train(config, ...)` from Python.
+"""Training of the shipped models: `python -m models.train --text .data --out DIR`, or `train(config, ...)` from Python.
 
 Writes into DIR: model.safetensors and config.json (bfloat16), metrics.json, curves.png, README.md (the model card),
 log.txt, and while it runs the folder `checkpoint`, from which `--resume` continues. SIGTERM, Ctrl-C and the end of
@@ -17,6 +17,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,13 +28,21 @@ import typer
 from flax import nnx
 
 from models import checkpoints
-from models.ouro import Ouro
-from models.training import corpora, model_card, objective, optimizers, quality
+from models.ouro import OuroConfig
+from models.training import corpora, families, model_card, optimizers, quality
 from models.training.batches import Request, Workers
+from models.training.latent_recipes import deepseek_smoke, deepseek_tiny
 from models.training.progress import Progress
-from models.training.recipes import PRESETS, VARIANTS, TrainConfig, ouro_tiny, smoke
+from models.training.recipes import VARIANTS, TrainConfig, ouro_tiny, smoke
 
 __all__ = ["PRESETS", "VARIANTS", "TrainConfig", "main", "ouro_tiny", "smoke", "train"]
+
+PRESETS: dict[str, Callable[..., TrainConfig]] = {
+    "ouro-tiny": ouro_tiny,
+    "smoke": smoke,
+    "deepseek-tiny": deepseek_tiny,
+    "deepseek-smoke": deepseek_smoke,
+}
 
 IN_FLIGHT = 4
 """Steps that may wait on the device: enough to keep it busy, few enough that the clock tells the truth."""
@@ -77,43 +86,58 @@ class State:
             setattr(self, name, meta[name])
 
 
-def build(config: TrainConfig) -> Ouro:
+def build(config: TrainConfig) -> families.Model:
     """The model to train: float32 parameters, or the weights of `start_from` in float32."""
     on_gpu = jax.default_backend() == "gpu"
-    options = {
+    options: dict[str, Any] = {
         "dtype": jnp.dtype(config.dtype),
         "param_dtype": jnp.float32,
         "attention": "cudnn" if on_gpu and config.dtype != "float32" else None,
-        "embedding": "one_hot" if on_gpu else "gather",
     }
+    if isinstance(config.model, OuroConfig):
+        options["embedding"] = "one_hot" if on_gpu else "gather"
     if config.start_from is None:
-        return Ouro(config.model, rngs=nnx.Rngs(config.seed), **options)
+        return families.of(config.model).fresh(config.model, config.seed, **options)
     found = checkpoints.read_config(checkpoints.resolve(config.start_from))
     if found != config.model:
         raise ValueError(f"{config.start_from} holds {found}, the run is for {config.model}")
     _, model = checkpoints.load(config.start_from, **options)
-    assert isinstance(model, Ouro)
+    assert isinstance(model, families.Model)
     return model
 
 
 def make_step(config: TrainConfig, graph, optimizer: optax.GradientTransformation):
-    """The jitted step: (params, optimiser state, tokens, labels, rate, index) -> (params, state, LossParts, norm)."""
+    """The jitted step.
 
-    def step(params, optimizer_state, tokens, labels, rate, index):
+    (params, optimiser state, tokens, labels, rate, index, stage) -> (params, state, LossParts, norm).
+
+    A parameter that does not learn in the stage stays as it is.
+    """
+    family = families.of(config.model)
+
+    def step(params, optimizer_state, tokens, labels, rate, index, stage):
         key = jax.random.fold_in(jax.random.key(config.seed), index)
 
+        def learning(path) -> bool:
+            return family.learns(path, stage)
+
         def loss(params):
-            return objective.loss(nnx.merge(graph, params), tokens, labels, key, config.objective)
+            used = jax.tree_util.tree_map_with_path(
+                lambda path, p: p if learning(path) else jax.lax.stop_gradient(p), params
+            )
+            return family.loss(nnx.merge(graph, used), tokens, labels, key, config.objective, stage)
 
         (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
         sound = jnp.isfinite(norm)  # a step with a broken gradient changes nothing
         updates, new_state = optimizer.update(gradients, optimizer_state, params)
-        new_params = jax.tree.map(lambda p, u: jnp.where(sound, p - rate * u, p), params, updates)
+        new_params = jax.tree_util.tree_map_with_path(
+            lambda path, p, u: jnp.where(sound, p - rate * u, p) if learning(path) else p, params, updates
+        )
         new_state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new_state, optimizer_state)
         return new_params, new_state, parts, norm
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1), static_argnames="stage")
 
 
 class Run:
@@ -128,7 +152,7 @@ class Run:
         self.state = State(params, self.optimizer.init(params))
         self.step = make_step(config, self.graph, self.optimizer)
         self.scorer = quality.Scorer(model, config.evaluation_tokens)
-        self.compiled: dict[int, Any] = {}
+        self.compiled: dict[tuple[int, str], Any] = {}  # by length and stage
         self.started = time.monotonic()
         self.stopped = False
 
@@ -138,17 +162,16 @@ class Run:
         state = self.state
         scalar = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            jobs = {}
-            for length in self.config.lengths:
-                shape = self.config.rows(length), length
-                batch = jax.ShapeDtypeStruct(shape, jnp.int16), jax.ShapeDtypeStruct(shape, jnp.uint8)
-                lowered = self.step.lower(state.params, state.optimizer_state, *batch, *scalar)
-                jobs[pool.submit(lowered.compile)] = self.compiled, length
+            jobs: dict[Any, tuple[dict[Any, Any], Any]] = {}
+            for length, stage, rows in self.config.shapes:
+                batch = jax.ShapeDtypeStruct((rows, length), jnp.int16), jax.ShapeDtypeStruct((rows, length), jnp.uint8)
+                lowered = self.step.lower(state.params, state.optimizer_state, *batch, *scalar, stage=stage)
+                jobs[pool.submit(lowered.compile)] = self.compiled, (length, stage)
             for length in sorted({*self.config.evaluation_lengths, *self.quick_lengths()}):
                 jobs[pool.submit(self.scorer.lower(length).compile)] = self.scorer.compiled, length
             for job in concurrent.futures.as_completed(jobs):
-                table, length = jobs[job]
-                table[length] = job.result()
+                table, key = jobs[job]
+                table[key] = job.result()
         self.progress.say(f"compiled {len(jobs)} shapes in {time.monotonic() - began:.0f} s")
 
     def seconds(self) -> float:
@@ -166,7 +189,7 @@ class Run:
         phase = self.config.phase(self.fraction(index))
         lengths, shares = zip(*phase.lengths)
         length = int(np.random.default_rng((self.config.seed, index, 1)).choice(lengths, p=shares))
-        return Request(index, length, self.config.rows(length), phase.mixture)
+        return Request(index, length, self.config.rows(length, phase), phase.mixture, phase.stage)
 
     def loop(self, workers: Workers) -> None:
         """Train until the steps or the time are over or `stopped` is set."""
@@ -182,7 +205,8 @@ class Run:
                 asked += 1
             batch = workers.take()
             rate = self.rate(fraction, state.step)
-            state.params, state.optimizer_state, parts, norm = self.compiled[batch.request.length](
+            compiled = self.compiled[batch.request.length, batch.request.stage]
+            state.params, state.optimizer_state, parts, norm = compiled(
                 state.params, state.optimizer_state, batch.tokens, batch.labels, np.float32(rate), np.int32(state.step)
             )
             state.step += 1
@@ -258,7 +282,7 @@ class Run:
             lengths=config.evaluation_lengths,
             count=config.evaluation_count,
         )
-        metrics |= result | {"gates": quality.gates(result)}
+        metrics |= result | {"gates": families.of(config.model).gates(result)}
         model_card.write_json(self.folder / "metrics.json", metrics)
         for line in model_card.tables(metrics):
             self.progress.say(line)

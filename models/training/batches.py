@@ -30,6 +30,7 @@ class Request:
     length: int
     rows: int
     mixture: tasks.Mixture
+    stage: str = "dense"  # which the batch is for, see `recipes.Phase`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

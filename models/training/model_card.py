@@ -6,12 +6,20 @@ import os
 import pathlib
 from typing import Any
 
+from models.training import latent_card
+
+SIZES = (
+    "{layers} layers of width {width} (FFN {ffn}), run {loops} times; {heads} query heads and {kv_heads} KV heads of "
+    "{head}."
+)
+"""Of a looped model."""
+
 TEMPLATE = """# {name}
 
-A byte-level Ouro of {parameters:,} parameters, trained {start} in {minutes:.1f} minutes on one {device}
-(JAX {jax}) by this project, so that its commands, tests and notebooks have a real looped model without a download.
+A byte-level {kind} of {parameters:,} parameters, trained {start} in {minutes:.1f} minutes on one {device}
+(JAX {jax}) by this project, so that its commands, tests and notebooks have a real {short} without a download.
 
-{layers} layers of width {width} (FFN {ffn}), run {loops} times; {heads} query heads and {kv_heads} KV heads of {head}.
+{sizes}
 Vocabulary: 256 bytes, BOS 256 in front of every sequence, 257 ends one (never trained), 264 rows. Context {context}.
 
 Make it again (on Debian, `apt-get install bible-kjv dict-jargon` first):
@@ -45,6 +53,9 @@ Greedy exact match by teacher forcing, held-out text around the statements; all 
 NOTES = "\n## Notes\n"
 """Where a card's part begins that is written by hand; `write` keeps it."""
 
+CHAINS = " (a chain has three others around it: a guess among their digits is worth 0.25)"
+"""What to know about the chains in a table of exact matches."""
+
 LABELS = ("random strings where first stated", "text", "templates", "filler", "answers", "chain answers", "links")
 """The labels of `models.tasks`, in their order, in words."""
 
@@ -68,28 +79,31 @@ def _loops(values, digits: int) -> str:
     return " / ".join(f"{value:.{digits}f}" for value in values)
 
 
+def _looped(metrics: dict[str, Any]) -> bool:
+    return "loops" in metrics["config"]["model"]
+
+
 def tables(metrics: dict[str, Any]) -> list[str]:
     """Lines of Markdown: accuracy by task and length, text by corpus and length, and the gates."""
     lengths = [str(length) for length in metrics["config"]["evaluation_lengths"]]
     head = [f"| {{}} | {' | '.join(lengths)} |", f"| --- |{' --- |' * len(lengths)}"]
-    lines = [
-        "Exact match, loops 1, 2, ... (a chain has three others around it: a guess among their digits is worth 0.25)",
-        "",
-    ]
+    ways, of_chains = ("loops 1, 2, ...", CHAINS) if _looped(metrics) else (latent_card.ways(metrics["config"]), "")
+    lines = [f"Exact match, {ways}{of_chains}", ""]
     lines += [head[0].format("task"), head[1]]
     for name, results in metrics["tasks"].items():
         lines.append(f"| {name} | {' | '.join(_loops(results[length]['exact'], 2) for length in lengths)} |")
-    lines += ["", "Held-out text, nats per byte, loops 1, 2, ...", "", head[0].format("text"), head[1]]
+    lines += ["", f"Held-out text, nats per byte, {ways}", "", head[0].format("text"), head[1]]
     for name, results in metrics["text"].items():
         cells = [_loops(results[length]["ce"], 3) if length in results else "-" for length in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Held-out text, perplexity per byte (exp of the above), loops 1, 2, ...", ""]
+    lines += ["", f"Held-out text, perplexity per byte (exp of the above), {ways}", ""]
     lines += [head[0].format("text"), head[1]]
     for name, results in metrics["text"].items():
         cells = [_loops(map(math.exp, results[length]["ce"]), 2) if length in results else "-" for length in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "Mean exit probabilities, loops 1, 2, ...", "", head[0].format("bytes of"), head[1]]
-    for name, results in {**metrics["text"], **metrics["tasks"]}.items():
+    if _looped(metrics):
+        lines += ["", f"Mean exit probabilities, {ways}", "", head[0].format("bytes of"), head[1]]
+    for name, results in {**metrics["text"], **metrics["tasks"]}.items() if _looped(metrics) else ():
         cells = [_loops(results[length]["exits"], 2) if length in results else "-" for length in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", *(f"- {'kept' if kept else 'MISSED'}: {gate}" for gate, kept in metrics["gates"].items())]
@@ -107,7 +121,9 @@ def recipe(config: dict[str, Any]) -> list[str]:
         f"{config['last_rate']:.0%} of it; clip {config['clip']}",
         f"- {config['tokens_per_step']:,} bytes a step, {config['dtype']}, float32 parameters, seed {config['seed']}",
         f"- Loss: Ouro's objective with entropy weight {goal['entropy']}; {goal['floor']:.0%} of it is the loss of the "
-        f"loops in fixed shares ({', '.join(map(str, goal['shares']))})",
+        f"loops in fixed shares ({', '.join(map(str, goal['shares']))})"
+        if "entropy" in goal
+        else latent_card.loss(goal),
         f"- Weights: {', '.join(f'{name} {weight:g}' for name, weight in weights)}; dropout {goal['dropout']} on both "
         "branches in plain text alone",
     ]
@@ -117,13 +133,15 @@ def recipe(config: dict[str, Any]) -> list[str]:
         lines.append(
             f"- Until {phase['until']:.0%}: lengths {lengths}; {mix['text']:.0%} text, {mix['chains']:.0%} chains "
             f"of at most {mix['max_hops']} hops ({mix['guided']:.0%} of them guided), the rest other tasks, "
-            f"up to {mix['max_keys']} keys"
+            f"up to {mix['max_keys']} keys" + latent_card.stage(phase)
         )
     return lines
 
 
 def curves(path: pathlib.Path, metrics: dict[str, Any]) -> bool:
     """Draw training losses and quick evaluations. Gives False, and draws nothing, without matplotlib."""
+    lines = ((1, ":", "loop 2"), (-1, "-", "loop last"))  # what is drawn of each result
+    losses_of, looks_of = (lines, lines) if _looped(metrics) else (latent_card.LOSSES, latent_card.LOOKS)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -134,19 +152,17 @@ def curves(path: pathlib.Path, metrics: dict[str, Any]) -> bool:
     losses, kept, accuracy = figure.subplots(1, 3)
     for index, kind in enumerate(("text", "answers", "chains", "links")):
         seen = [record for record in metrics["training"] if kind in record]
-        for loop, style in ((1, ":"), (-1, "-")):
-            values = [max(record[kind][loop], 1e-3) for record in seen]
-            label = f"{kind}, loop {'last' if loop < 0 else 2}"
-            losses.plot([r["seconds"] for r in seen], values, style, color=f"C{index}", label=label)
+        for column, style, what in losses_of:
+            values = [max(record[kind][column], 1e-3) for record in seen]
+            losses.plot([r["seconds"] for r in seen], values, style, color=f"C{index}", label=f"{kind}, {what}")
     losses.set(title="training loss", xlabel="seconds", yscale="log")
     history = metrics["history"]
     names = [name for name, value in (history[0] if history else {}).items() if isinstance(value, list | tuple)]
     for index, name in enumerate(names):
         axis = accuracy if name.startswith(("keys", "chain")) else kept
-        for loop, style in ((1, ":"), (-1, "-")):
-            label = f"{name}, loop {'last' if loop < 0 else 2}"
-            times, values = [seen["seconds"] for seen in history], [seen[name][loop] for seen in history]
-            axis.plot(times, values, style, color=f"C{index}", label=label)
+        for column, style, what in looks_of:
+            times, values = [seen["seconds"] for seen in history], [seen[name][column] for seen in history]
+            axis.plot(times, values, style, color=f"C{index}", label=f"{name}, {what}")
     kept.set(title="held-out text, nats a byte", xlabel="seconds")
     accuracy.set(title="accuracy", xlabel="seconds", ylim=(-0.02, 1.02))
     for axis in (losses, kept, accuracy):
@@ -161,16 +177,25 @@ def card(metrics: dict[str, Any]) -> str:
     config = metrics["config"]
     model = config["model"]
     preset, _, variant = metrics["name"].partition(":")
+    if _looped(metrics):
+        sizes = SIZES.format(
+            layers=model["num_layers"],
+            width=model["hidden_size"],
+            ffn=model["intermediate_size"],
+            loops=model["loops"],
+            heads=model["num_heads"],
+            kv_heads=model["num_kv_heads"],
+            head=model["head_dim"],
+        )
+        kind, short = "Ouro", "looped model"
+    else:
+        kind, short, sizes = latent_card.KIND, latent_card.KIND, latent_card.sizes(model)
     return TEMPLATE.format(
         name=f"{preset} (recipe `{variant}`)" if variant else preset,
+        kind=kind,
+        short=short,
+        sizes=sizes,
         parameters=metrics["parameters"],
-        layers=model["num_layers"],
-        width=model["hidden_size"],
-        ffn=model["intermediate_size"],
-        loops=model["loops"],
-        heads=model["num_heads"],
-        kv_heads=model["num_kv_heads"],
-        head=model["head_dim"],
         start=f"from the weights in `{config['start_from']}`" if config["start_from"] else "from nothing",
         minutes=metrics["seconds"] / 60,
         device=metrics["device"],

@@ -17,6 +17,9 @@ from models import tasks
 from models.exit_gate import exit_log_probabilities
 from models.ouro import Ouro
 
+LABEL_WEIGHTS = (0.0, 1.0, 0.5, 0.25, 4.0, 12.0, 6.0)
+"""Weights by label of `models.tasks`; the last one for all from BEHIND on."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -25,7 +28,7 @@ class Objective:
     floor: float = 0.2  # f
     shares: tuple[float, ...] = (0.1, 0.15, 0.25, 0.5)  # s_u, normalised; late loops more, to be worth their time
     entropy: float = 0.1  # beta
-    label_weights: tuple[float, ...] = (0.0, 1.0, 0.5, 0.25, 4.0, 12.0, 6.0)  # the last one for all from BEHIND on
+    label_weights: tuple[float, ...] = LABEL_WEIGHTS
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
 
 
@@ -34,7 +37,8 @@ class LossParts(NamedTuple):
 
     loss: jax.Array  # f32[]
     ce: jax.Array  # f32[4, U] nats a byte; rows as in REPORTED, NaN where there is no such byte
-    exits: jax.Array  # f32[4, U] mean exit probabilities at the same bytes
+    exits: jax.Array | None  # f32[4, U] mean exit probabilities at the same bytes; None where there are no exits
+    others: dict[str, jax.Array] | None = None  # f32[] each, by the name that the log gives them
 
 
 REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN, tasks.BEHIND)
@@ -63,6 +67,38 @@ def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int
             setattr(layer, name, DroppedBranch(getattr(layer, name), mask))
 
 
+def goals(tokens: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of tokens and labels i32[B, S]: what each position is to predict, and the label of that, up to BEHIND."""
+    label = jnp.roll(labels, -1, axis=1).at[:, -1].set(tasks.UNKNOWN)
+    digit = ord("0") + label - tasks.BEHIND
+    targets = jnp.where(label >= tasks.BEHIND, digit, jnp.roll(tokens, -1, axis=1))
+    return targets, jnp.minimum(label, tasks.BEHIND)
+
+
+def token_losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cross entropy f32[..., B, S], and whether the target i32[B, S] is the arg max of logits f32[..., B, S, V]."""
+    # A masked sum: the gradient of a gather is a scatter-add, which is slow on a GPU.
+    hit = jax.lax.broadcasted_iota(jnp.int32, (*targets.shape, logits.shape[-1]), 2) == targets[..., None]
+    target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - target_logit, target_logit >= jnp.max(logits, axis=-1)
+
+
+def weights(label: jax.Array, by_label: tuple[float, ...]) -> jax.Array:
+    """The weight f32[B, S] of labels i32[B, S] up to BEHIND."""
+    return sum((value * (label == index) for index, value in enumerate(by_label)), start=jnp.zeros((), jnp.float32))
+
+
+def weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
+    """Weighted mean of f32[B, S]."""
+    return jnp.sum(weight * values) / jnp.maximum(jnp.sum(weight), 1.0)
+
+
+def by_kind(values: jax.Array, label: jax.Array) -> jax.Array:
+    """Means of f32[U, B, S] over the bytes of each kind -> f32[4, U], rows as in REPORTED."""
+    kind = jnp.stack([label == reported for reported in REPORTED]).astype(jnp.float32)  # [4, B, S]
+    return jnp.einsum("ubs,kbs->ku", values, kind, precision="highest") / kind.sum(axis=(1, 2))[:, None]
+
+
 def cross_entropy(
     model: Ouro, tokens: jax.Array, targets: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,12 +110,7 @@ def cross_entropy(
     if targets is None:
         targets = jnp.roll(tokens, -1, axis=1)
     out = model.forward(tokens)
-    logits = model.logits(out.hidden)  # f32[U, B, S, V]
-    # A masked sum: the gradient of a gather is a scatter-add, which is slow on a GPU.
-    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape[1:], 2) == targets[..., None]
-    target_logit = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
-    ce = jax.nn.logsumexp(logits, axis=-1) - target_logit
-    correct = target_logit >= jnp.max(logits, axis=-1)
+    ce, correct = token_losses(model.logits(out.hidden), targets)
     return ce, correct, exit_log_probabilities(out.gate_logits)
 
 
@@ -91,20 +122,14 @@ def loss(model: Ouro, tokens: jax.Array, labels: jax.Array, key: jax.Array, obje
     tokens, labels = tokens.astype(jnp.int32), labels.astype(jnp.int32)
     if objective.dropout > 0:
         drop_branches(model, key, labels[:, 1] == tasks.TEXT, tokens.shape, objective.dropout)
-    label = jnp.roll(labels, -1, axis=1).at[:, -1].set(tasks.UNKNOWN)
-    digit = ord("0") + label - tasks.BEHIND
-    ce, _, log_exits = cross_entropy(
-        model, tokens, jnp.where(label >= tasks.BEHIND, digit, jnp.roll(tokens, -1, axis=1))
-    )
+    targets, label = goals(tokens, labels)
+    ce, _, log_exits = cross_entropy(model, tokens, targets)
     exits = jnp.exp(log_exits)
-    label = jnp.minimum(label, tasks.BEHIND)
-    weight = sum(value * (label == index) for index, value in enumerate(objective.label_weights))
+    weight = weights(label, objective.label_weights)
     shares = jnp.asarray(objective.shares, jnp.float32)[:, None, None] / sum(objective.shares)
     token_loss = jnp.sum(
         ((1 - objective.floor) * exits + objective.floor * shares) * ce + objective.entropy * exits * log_exits, axis=0
     )
-    total = jnp.sum(weight * token_loss) / jnp.maximum(jnp.sum(weight), 1.0)
-    kind = jnp.stack([label == reported for reported in REPORTED]).astype(jnp.float32)  # [4, B, S]
-    count = kind.sum(axis=(1, 2))[:, None]
-    means = [jnp.einsum("ubs,kbs->ku", values, kind, precision="highest") / count for values in (ce, exits)]
-    return total, LossParts(total, *map(jax.lax.stop_gradient, means))
+    total = weighted(token_loss, weight)
+    means, exit_means = (jax.lax.stop_gradient(by_kind(values, label)) for values in (ce, exits))
+    return total, LossParts(total, means, exit_means)

@@ -38,7 +38,10 @@ def orthogonalize(matrices: jax.Array, steps: int = 5) -> jax.Array:
 
 
 def scale_by_muon(momentum: float = 0.95, steps: int = 5) -> optax.GradientTransformation:
-    """Orthogonalised Nesterov momentum for a tree of matrices, scaled to the size of an AdamW update."""
+    """Orthogonalised Nesterov momentum for a tree of matrices, scaled to the size of an AdamW update.
+
+    A leaf may be a stack of matrices, [..., rows, columns].
+    """
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
@@ -50,12 +53,16 @@ def scale_by_muon(momentum: float = 0.95, steps: int = 5) -> optax.GradientTrans
         leaves, tree = jax.tree.flatten(ahead)
         groups = collections.defaultdict(list)  # (rows, columns) with rows <= columns -> places in leaves
         for place, leaf in enumerate(leaves):
-            groups[tuple(sorted(leaf.shape))].append(place)
-        for (_, columns), places in groups.items():
-            flat = [leaves[i].T if leaves[i].shape[0] > leaves[i].shape[1] else leaves[i] for i in places]
-            moved = orthogonalize(jnp.stack(flat), steps).astype(jnp.float32) * (0.2 * columns**0.5)
-            for i, place in enumerate(places):
-                leaves[place] = moved[i].T if leaves[place].shape[0] > leaves[place].shape[1] else moved[i]
+            groups[tuple(sorted(leaf.shape[-2:]))].append(place)
+        for (rows, columns), places in groups.items():
+            upright = {i: leaves[i].shape[-2] > leaves[i].shape[-1] for i in places}
+            flat = [(leaves[i].mT if upright[i] else leaves[i]).reshape(-1, rows, columns) for i in places]
+            moved = orthogonalize(jnp.concatenate(flat), steps).astype(jnp.float32) * (0.2 * columns**0.5)
+            start = 0
+            for i, part in zip(places, flat):
+                each = moved[start : start + len(part)]
+                leaves[i] = (each.mT if upright[i] else each).reshape(leaves[i].shape)
+                start += len(part)
         return jax.tree.unflatten(tree, leaves), MuonState(mass)
 
     return optax.GradientTransformation(init, update)
@@ -63,7 +70,8 @@ def scale_by_muon(momentum: float = 0.95, steps: int = 5) -> optax.GradientTrans
 
 def is_layer_matrix(path: tuple, leaf: jax.Array) -> bool:
     """Whether a parameter belongs to Muon: the matrices inside the layers, neither embedding nor head nor gate."""
-    return leaf.ndim == 2 and "layers" in jax.tree_util.keystr(path)
+    name = jax.tree_util.keystr(path)
+    return leaf.ndim >= 2 and ("layers" in name or "extra" in name)
 
 
 def muon_adamw(*, momentum: float = 0.95, decay: float = 0.1, clip: float = 1.0) -> optax.GradientTransformation:

@@ -16,6 +16,10 @@ KINDS = ("text", "answers", "chains", "links")
 """Rows of `LossParts.ce`, in the words of the log."""
 
 
+OTHERS = ("divergence", "busiest expert")
+"""Names of `LossParts.others`."""
+
+
 class Progress:
     """Collects what steps report; a context manager."""
 
@@ -84,7 +88,8 @@ class Progress:
             return
         waiting = jax.device_get(self.waiting)
         elapsed = time.monotonic() - self.since
-        ce, exits = (np.stack([getattr(parts, name) for parts, _ in waiting]) for name in ("ce", "exits"))
+        ce = np.stack([parts.ce for parts, _ in waiting])
+        exits = None if waiting[0][0].exits is None else np.stack([parts.exits for parts, _ in waiting])
         record: dict[str, Any] = {"step": step, "seconds": round(seconds, 1), **self.last}
         record["tokens_per_second"] = round(self.interval_tokens / elapsed)
         record["loss"] = round(float(np.mean([parts.loss for parts, _ in waiting])), 4)
@@ -94,7 +99,10 @@ class Progress:
             seen = np.isfinite(ce[:, row, 0])
             if seen.any():
                 record[kind] = [round(float(v), 3) for v in ce[seen, row].mean(axis=0)]
-                record[f"{kind} exits"] = [round(float(v), 2) for v in exits[seen, row].mean(axis=0)]
+                if exits is not None:
+                    record[f"{kind} exits"] = [round(float(v), 2) for v in exits[seen, row].mean(axis=0)]
+        for name in waiting[0][0].others or ():
+            record[name] = round(float(np.mean([parts.others[name] for parts, _ in waiting])), 4)
         self.records.append(record)
         self.say(describe(record))
         if self.bar:
@@ -114,11 +122,13 @@ def _numbers(values, digits: int) -> str:
 def describe(record: dict[str, Any]) -> str:
     """One line for one record: losses and exit probabilities are given loop by loop."""
     losses = " | ".join(f"{kind} {_numbers(record[kind], 2)}" for kind in KINDS if kind in record)
-    exits = " | ".join(_numbers(record[f"{kind} exits"], 2) for kind in KINDS if kind in record)
+    more = [f"{name} {record[name]:.3f}" for name in OTHERS if name in record]
+    if exits := " | ".join(_numbers(record[f"{kind} exits"], 2) for kind in KINDS if f"{kind} exits" in record):
+        more.append(f"exits {exits}")
     broken = f" BROKEN {record['broken']}" if record["broken"] else ""
     return (
         f"{record['seconds']:6.1f} s {record['fraction']:4.0%} step {record['step']} S {record['length']} "
         f"{record['tokens_per_second'] / 1e6:.2f} Mtok/s rate {record['rate']:.1e} "
         f"norm {record['gradient']:.2f}{broken} "
-        f"loss {record['loss']:.3f} | {losses} | exits {exits}"
+        f"loss {record['loss']:.3f} | {' | '.join([losses, *more])}"
     )

@@ -1,7 +1,7 @@
 """How good a model is, without a decode loop: exact match of the tasks and cross entropy of held-out text.
 
 Greedy decoding gives the right answer exactly when every byte of it is the arg max given the bytes before, so one
-forward pass judges all loops at once.
+forward pass judges all loops at once. A model without loops is judged in its ways to read instead: dense, then sparse.
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from models import tasks
-from models.ouro import Ouro
-from models.training import objective
+from models.training import families
 
 LENGTHS = (512, 1024, 2048, 4096)
 
@@ -23,14 +22,14 @@ LENGTHS = (512, 1024, 2048, 4096)
 class Scorer:
     """Scores token batches with one compiled function per length; `params` can be exchanged without compiling again."""
 
-    def __init__(self, model: Ouro, tokens_per_batch: int = 32_768):
+    def __init__(self, model: families.Model, tokens_per_batch: int = 32_768):
         graph, self.params = nnx.split(model)
+        family = families.of(model.config)
         self.tokens_per_batch = tokens_per_batch
         self.compiled: dict[int, Any] = {}  # length -> compiled function, for those who compile ahead
 
         def score(params, tokens):
-            ce, correct, log_exits = objective.cross_entropy(nnx.merge(graph, params), tokens)
-            return ce, correct, jnp.exp(log_exits)
+            return family.judged(nnx.merge(graph, params), tokens)
 
         self.score = jax.jit(score)
 
@@ -56,7 +55,7 @@ class Scorer:
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """Accuracy of one task at one length; each tuple has one number per loop."""
+    """Accuracy of one task at one length; each tuple has one number per loop, or per way to read."""
 
     count: int
     exact: tuple[float, ...]
@@ -65,7 +64,7 @@ class TaskResult:
 
 @dataclasses.dataclass(frozen=True)
 class TextResult:
-    """Cross entropy of held-out text in nats per byte; each tuple has one number per loop."""
+    """Cross entropy of held-out text in nats per byte; each tuple has one number per loop, or per way to read."""
 
     bytes: int
     ce: tuple[float, ...]
@@ -148,33 +147,3 @@ def report(
         for name, data in held_out.items()
     }
     return {"tasks": measured, "text": texts}
-
-
-def gates(result: dict[str, Any]) -> dict[str, bool]:
-    """Whether a report keeps the promises of ouro-tiny (see its model card), as far as it holds the tasks and texts."""
-    measured, texts = result["tasks"], result["text"]
-
-    def exact(name: str) -> float:
-        return min(at["exact"][-1] for at in measured[name].values())
-
-    def ce(name: str) -> tuple[float, ...]:
-        return texts[name][max((length for length in texts[name] if int(length) <= 2048), key=int)]["ce"]
-
-    kept = {}
-    if "passkey" in measured:
-        kept["passkey >= 0.98 at every length"] = exact("passkey") >= 0.98
-    if "keys4" in measured:
-        kept["4 keys >= 0.95 at every length"] = exact("keys4") >= 0.95
-    if texts.get("kjv"):
-        kept["KJV at most 1.06 nats per byte at the last loop"] = ce("kjv")[-1] <= 1.06
-    for name in filter(texts.get, texts):
-        kept[f"{name}: the last loop is not worse than loop 2"] = ce(name)[-1] <= ce(name)[1]
-    gains = [
-        at["exact"][-1] - at["exact"][1]
-        for name, lengths in measured.items()
-        if name.startswith("chain")
-        for at in lengths.values()
-    ]
-    if gains:
-        kept["chains gain at least 0.1 from loop 2 to the last"] = max(gains) >= 0.1
-    return kept

@@ -1,4 +1,4 @@
-"""Settings of a training run, and the presets: `ouro_tiny` with its variants, and `smoke` for tests.
+"""Settings of a training run, and the presets of Ouro: `ouro_tiny` with its variants, and `smoke` for tests.
 
 | variant | what it is | 3.3 minutes on one H200 gave |
 | --- | --- | --- |
@@ -13,8 +13,10 @@ guided (`Mixture.guided`, a target at every link) "wide" followed none either.
 import dataclasses
 from typing import Any
 
+from models.deepseek_config import DeepseekConfig
 from models.ouro import OuroConfig
 from models.tasks import EVALUATION_TASKS, Mixture
+from models.training.latent_objective import LatentObjective
 from models.training.objective import Objective
 
 
@@ -25,6 +27,8 @@ class Phase:
     until: float
     lengths: tuple[tuple[int, float], ...]  # (sequence length, share of the steps)
     mixture: Mixture
+    stage: str = "dense"  # of `models.training.latent_attends`
+    tokens: int | None = None  # in a step, where it is not `tokens_per_step`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,9 +39,9 @@ class TrainConfig:
     in steps are repeatable bit by bit.
     """
 
-    model: OuroConfig
+    model: OuroConfig | DeepseekConfig
     phases: tuple[Phase, ...]
-    objective: Objective = dataclasses.field(default_factory=Objective)
+    objective: Objective | LatentObjective = dataclasses.field(default_factory=Objective)
     steps: int | None = None
     minutes: float | None = None
     tokens_per_step: int = 32_768
@@ -69,6 +73,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
         if not self.phases or self.phases[-1].until < 1:
             raise ValueError(f"the last phase must last until 1, got {[phase.until for phase in self.phases]}")
+        if len({shape[:2] for shape in self.shapes}) < len(self.shapes):
+            raise ValueError(f"phases of one stage need steps of the same size, got {self.shapes}")
+        if isinstance(self.model, DeepseekConfig) != isinstance(self.objective, LatentObjective):
+            raise ValueError(f"{type(self.objective).__name__} is no objective of a {type(self.model).__name__}")
         if longest := [length for length in self.lengths if length > self.model.max_positions]:
             raise ValueError(f"sequences of {longest} do not fit the model's {self.model.max_positions} positions")
 
@@ -77,9 +85,15 @@ class TrainConfig:
         """All sequence lengths that training sees, rising."""
         return tuple(sorted({length for phase in self.phases for length, _ in phase.lengths}))
 
-    def rows(self, length: int) -> int:
+    @property
+    def shapes(self) -> tuple[tuple[int, str, int], ...]:
+        """The steps that training takes: (length, stage, rows)."""
+        found = {(length, p.stage, self.rows(length, p)) for p in self.phases for length, _ in p.lengths}
+        return tuple(sorted(found))
+
+    def rows(self, length: int, phase: Phase) -> int:
         """Sequences in a step of this length."""
-        return max(1, self.tokens_per_step // length)
+        return max(1, (phase.tokens or self.tokens_per_step) // length)
 
     def phase(self, fraction: float) -> Phase:
         """The phase at this share of the run."""
@@ -98,6 +112,11 @@ class TrainConfig:
         fields = dataclasses.asdict(self)
         for name in ("workers", "checkpoint_every", "quick_evaluations"):
             fields.pop(name)
+        plain = Phase(1.0, (), Mixture())
+        for phase in fields["phases"]:  # what is as usual is not told
+            for name in ("stage", "tokens"):
+                if phase[name] == getattr(plain, name):
+                    phase.pop(name)
         return fields
 
 
@@ -175,6 +194,3 @@ def smoke(**changes) -> TrainConfig:
     if settings.get("minutes") is None:
         settings.setdefault("steps", 20)
     return TrainConfig(**settings)
-
-
-PRESETS = {"ouro-tiny": ouro_tiny, "smoke": smoke}

@@ -27,6 +27,7 @@ class MlaCase:
     P: int = 4
     dtype: str = "float32"
     stored: str = "float32"
+    scales: str = "power_of_two"  # of fp8
     row_lists: bool = False  # a list for each of the T rows
     sinks: bool = False
     empty: bool = False  # the last list holds nothing
@@ -56,6 +57,7 @@ CORNER = [
     MlaCase(name="h128_512", Hq=128, B=1, latent=512, rope=64, dtype="bfloat16", stored="bfloat16", sinks=True),
     MlaCase(name="fp8_no_rope", Hq=33, latent=256, rope=0, dtype="float16", stored="fp8_ds_mla", sinks=True),
     MlaCase(name="fp8_fp16_query", Hq=16, latent=128, rope=64, dtype="float16", stored="fp8_ds_mla"),
+    MlaCase(name="fp8_raw_scales", latent=256, dtype="bfloat16", stored="fp8_ds_mla", scales="raw"),
     MlaCase(name="fp8_512", Hq=5, B=1, latent=512, rope=64, P=64, N=2, dtype="bfloat16", stored="fp8_ds_mla"),
     MlaCase(name="fp8_f32_query", T=3, row_lists=True, latent=128, rope=16, stored="fp8_ds_mla", P=1, N=50),
     MlaCase(name="nvfp4_512", Hq=16, B=1, latent=512, rope=64, dtype="bfloat16", stored="nvfp4_ds_mla", sinks=True),
@@ -82,16 +84,17 @@ def make_inputs(case):
     sinks = jnp.asarray(rng.standard_normal(case.Hq), jnp.float32) if case.sinks else None
     return {
         "q": jnp.asarray(rng.standard_normal((case.B, case.T, case.Hq, width)), case.dtype),
-        "pool": store(rows, case.stored, case.latent),
+        "pool": store(rows, case.stored, case.latent, case.scales),
         "slots": jnp.asarray(slots, jnp.int32),
         "sinks": sinks,
     }
 
 
-def store(rows, stored, latent):
+def store(rows, stored, latent, scales="power_of_two"):
     """rows f32[N, P, E] as a pool of that dtype or format."""
     if stored in FORMATS:
-        return LatentCache(quantize_latent(rows, stored, latent_dim=latent), stored, latent, rows.shape[-1] - latent)
+        data = quantize_latent(rows, stored, latent_dim=latent, scales=scales)
+        return LatentCache(data, stored, latent, rows.shape[-1] - latent)
     return rows.astype(stored)
 
 

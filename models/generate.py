@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models import speculation_extra
 from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, prefill_batch
-from models.interface import LoopedModel
+from models.executables import compilations, executable
+from models.interface import LoopedModel, ModelConfig
 from models.reference import ReferenceCorrection
 from models.sampling import GREEDY, Sampling, request_keys
 from models.speculation import RoundOutput, Speculation, speculate_chunk
@@ -94,14 +96,14 @@ def generate(
     selector of one-token pages. pages: of the pool, default enough for everything. chunk: tokens per device call.
     cache_dtype, exit_threshold, exit_step: default the model's; all loops are computed either way. reference: correct
     the later loops of a looped model from a reference; the selector then serves the loops before the first capture, and
-    prompts are read as without it. speculation: draft with the first loops, verify in one batch, for several tokens.
+    prompts are read as without it. speculation: a part of the model drafts, all of it verifies, for several tokens.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
     and for a reference or a speculation that the model or the selector cannot work with.
     """
     config = model.config
     selector = config.selector_for(selector)
-    _check_options(reference, speculation, selector, config.loops)
+    _check_options(reference, speculation, selector, config)
     options = DecodeOptions(
         selector=selector,
         sampling=sampling,
@@ -116,12 +118,13 @@ def generate(
         [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
     )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
+    by_extra = speculation is not None and speculation.by == "extra"  # which has a plane of its own
     page_size = page_size or options.selector.page_size or 16
     # The last token of a request is sampled, but never written.
     held = [options.selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
     needed = [-(-tokens // page_size) for tokens in held]
     paged = paging.create(
-        planes=config.planes,
+        planes=config.planes + by_extra,
         pages=_rounded_up(sum(needed)) if pages is None else pages,
         page_size=page_size,
         kv_heads=config.num_kv_heads,
@@ -133,6 +136,9 @@ def generate(
         dtype=cache_dtype or model.dtype,
     )
     state = _empty_state(paged, selector, limits, seed)
+    if by_extra:
+        further = jnp.zeros_like(model.embed(jnp.zeros((len(ids), 1), jnp.int32))[:, 0])
+        state = dataclasses.replace(state, further=further)
     return Generation(model, ids, state, options, chunk, speculation)
 
 
@@ -154,15 +160,15 @@ def _empty_state(
 
 
 def _check_options(
-    reference: ReferenceCorrection | None, speculation: Speculation | None, selector: Selector, loops: int
+    reference: ReferenceCorrection | None, speculation: Speculation | None, selector: Selector, config: ModelConfig
 ) -> None:
     for name, value, kind in (("reference", reference, ReferenceCorrection), ("speculation", speculation, Speculation)):
         if not isinstance(value, kind | None):
             raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
     if speculation is not None:
-        speculation.check(loops, selector)
+        speculation.check(config, selector)
     if reference is not None:
-        reference.check(loops)
+        reference.check(config.loops)
     if reference is not None and not selector.shareable:
         raise ValueError(
             f"reference correction cannot be combined with the selector {type(selector).__name__}: it learns from what "
@@ -220,6 +226,7 @@ class Generation:
         """Why each request ended: "stop", "length" or "released"; None while it runs."""
         self._graph, self._params = nnx.split(model)
         self._config = model.config
+        self._decoder: Callable[..., Any] | None = None
         self._compile_seconds = self._prefill_seconds = self._decode_seconds = 0.0
         self._decoded = self._read = self._dense = self._stale = 0
         self._exit_loops = np.zeros(model.config.loops, np.int64)
@@ -306,10 +313,11 @@ class Generation:
         return new, bool(np.any(np.asarray(out.lengths)))
 
     def _decode(self) -> tuple[list[list[int]], bool]:
-        static = {"steps": self.chunk, "speculation": self.speculation}
-        call = self._executable(_decode, (self._params, self.state), **static)
+        if self._decoder is None:  # the shapes of the state never change
+            static = {"steps": self.chunk, "speculation": self.speculation}
+            self._decoder = self._executable(_decode, (self._params, self.state), **static)
         start = time.perf_counter()
-        self.state, out, rounds = call(self._params, self.state)
+        self.state, out, rounds = self._decoder(self._params, self.state)
         new = self._take(out.tokens)
         self._decode_seconds += time.perf_counter() - start
         self._account(out, rounds)
@@ -346,19 +354,18 @@ class Generation:
             self._accepted += int(accepted.sum(where=accepted >= 0))
 
     def _executable(self, function: Callable, arguments: tuple, **static: Any) -> Callable:
-        leaves, tree = jax.tree.flatten(arguments)
-        start = time.perf_counter()
-        before = _compiled.cache_info().misses
-        static = {"graph": self._graph, "options": self.options} | static
-        call = _compiled(function, tuple(static.items()), tree, tuple(map(_abstract, leaves)))
-        if _compiled.cache_info().misses > before:
+        start, before = time.perf_counter(), compilations()
+        call = executable(function, arguments, graph=self._graph, **({"options": self.options} | static))
+        if compilations() > before:
             self._compile_seconds += time.perf_counter() - start
         return call
 
 
 # The state is donated: no call copies the pool.
 _prefill = jax.jit(
-    lambda params, tokens, counts, state, graph, options: prefill_batch(graph, params, tokens, counts, state, options),
+    lambda params, tokens, counts, state, graph, options: (
+        prefill_batch if state.further is None else speculation_extra.prefill_batch
+    )(graph, params, tokens, counts, state, options),
     static_argnames=("graph", "options"),
     donate_argnames="state",
 )
@@ -371,20 +378,6 @@ def _decode(params, state, graph, options, steps, speculation):
     rounds = -(-steps // (speculation.drafts + 1))
     state, out = speculate_chunk(graph, params, state, options, speculation, rounds)
     return state, out.steps(), out
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, np.ndarray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=getattr(leaf, "weak_type", False)
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(function: Any, static: tuple, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Callable:
-    """Compile ahead of the call, so that the time of compiling is told apart from the time of running."""
-    return function.lower(*jax.tree.unflatten(tree, leaves), **dict(static)).compile()
 
 
 def peak_memory() -> tuple[int | None, str]:

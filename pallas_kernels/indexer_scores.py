@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Config, next_power_of_two
+from pallas_kernels.config import WAVE, Config, next_power_of_two
 from pallas_kernels.online_softmax import into_range, pieces
 
 MOST_ROWS = 2  # of a tile: their products are unrolled
-WAVES = 4  # programs for each place on the chip, before a program takes more than one block
+WAVES, MOST_STEPS = 4, 16  # so many waves of programs, before a program takes more than one step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Scan:
     flat: bool
     block_rows: int
     block_tokens: int
-    blocks: int  # of a program
+    together: int  # blocks whose keys are on their way at once
+    steps: int  # of so many blocks, of a program
     interpret: bool
 
     @property
@@ -55,7 +56,7 @@ class Scan:
     @property
     def chunks(self) -> int:
         """Programs that share the keys of a row tile."""
-        return -(-self.capacity // (self.block_tokens * self.blocks))
+        return -(-self.capacity // (self.block_tokens * self.together * self.steps))
 
 
 def indexer_scores_kernel(
@@ -79,38 +80,65 @@ def indexer_scores_kernel(
     # Of rows that take all they see, nothing is read.
     wanted = [n if scan.k is None else jnp.where(n > scan.k, n, 0) for n in seen]
     most, read = functools.reduce(jnp.maximum, seen), functools.reduce(jnp.maximum, wanted)
-    first, size = chunk * scan.blocks, scan.block_tokens
-    end = jnp.minimum(first + scan.blocks, -(-scan.capacity // size))
-    last = jnp.clip(lax.div(most + (size - 1), jnp.int32(size)), first, end)
+    size, together = scan.block_tokens, scan.together
+    first = chunk * scan.steps
+    end = jnp.minimum(first + scan.steps, -(-scan.capacity // (size * together)))
+    last = jnp.clip(lax.div(most + (size * together - 1), jnp.int32(size * together)), first, end)
 
     def store(place: jax.Array, row: jax.Array, scores: jax.Array) -> None:
         inside = (place < scan.capacity) & (row < scan.rows)
         at = scores_ref.at[request, jnp.minimum(row, scan.rows - 1), jnp.where(inside, place, scan.capacity)]
         lowering.store(at, scores, mask=inside)
 
-    def step(block: jax.Array, carry: None) -> None:
-        place = block * size + jnp.arange(size, dtype=jnp.int32)
-        page, held = _pages(table_ref, request, place, most, scan)
-        offset = lax.rem(place, jnp.int32(scan.page_size))
-        keys, scale = _keys(key_refs, page, offset, held & (place < read), queries[0][0], scan)
-        for row, n, wants, (q, weights) in zip(rows, seen, wanted, queries, strict=True):
-            products = [lowering.dot(key, part.T) for key, part in zip(keys, q, strict=True)]
-            s = functools.reduce(jnp.add, products)
-            s = jnp.where(s <= 0, 0.0, s) * weights[None, :]  # NaN stays
-            if weights.size > scan.heads:
-                s = jnp.where(jnp.arange(weights.size)[None, :] < scan.heads, s, 0.0)
-            s = jnp.sum(s, axis=1)
-            s = s if scale is None else s * scale
-            s = jnp.where(wants > 0, s, 0.0)
-            store(place, row, jnp.where(held & (place < n), s, -jnp.inf))
+    def places(index: jax.Array) -> list[jax.Array]:
+        return [(index * together + i) * size + jnp.arange(size, dtype=jnp.int32) for i in range(together)]
 
-    def skip(block: jax.Array, carry: None) -> None:
-        place = block * size + jnp.arange(size, dtype=jnp.int32)
-        for row in rows:
-            store(place, row, jnp.full((size,), -jnp.inf, jnp.float32))
+    def step(index: jax.Array, carry: None) -> None:
+        blocks = [_block(key_refs, table_ref, request, place, most, read, queries, scan) for place in places(index)]
+        for block in blocks:
+            for row, n, wants, (q, weights) in zip(rows, seen, wanted, queries, strict=True):
+                s = functools.reduce(
+                    jnp.add, [lowering.dot(key, part.T) for key, part in zip(block.keys, q, strict=True)]
+                )
+                s = jnp.where(s <= 0, 0.0, s) * weights[None, :]  # NaN stays
+                if weights.size > scan.heads:
+                    s = jnp.where(jnp.arange(weights.size)[None, :] < scan.heads, s, 0.0)
+                s = jnp.sum(s, axis=1)
+                s = s if block.scale is None else s * block.scale
+                s = jnp.where(wants > 0, s, 0.0)
+                store(block.place, row, jnp.where(block.held & (block.place < n), s, -jnp.inf))
+
+    def skip(index: jax.Array, carry: None) -> None:
+        for place in places(index):
+            for row in rows:
+                store(place, row, jnp.full((size,), -jnp.inf, jnp.float32))
 
     lax.fori_loop(first, last, step, None)
     lax.fori_loop(last, end, skip, None)
+
+
+class Block(NamedTuple):
+    """The keys of one block."""
+
+    place: jax.Array  # i32[block] token ids
+    held: jax.Array  # bool[block]: some row sees the token, and its page is there
+    keys: list[jax.Array]  # [block, piece]
+    scale: jax.Array | None  # f32[block]
+
+
+def _block(
+    refs: Any,
+    table_ref: Any,
+    request: jax.Array,
+    place: jax.Array,
+    most: jax.Array,
+    read: jax.Array,
+    queries: list[Any],
+    scan: Scan,
+) -> Block:
+    page, held = _pages(table_ref, request, place, most, scan)
+    offset = lax.rem(place, jnp.int32(scan.page_size))
+    return Block(place, held, *_keys(refs, page, offset, held & (place < read), queries[0][0], scan))
 
 
 def _query(q_ref: Any, weights_ref: Any, request: jax.Array, row: jax.Array, stored: Any, scan: Scan) -> Any:
@@ -152,7 +180,8 @@ def _pages(
     """(pages i32[block] or i32[], whether the tokens at these places exist: bool[block])."""
     inside = place < most
     if scan.page_size >= scan.block_tokens:  # a block lies in one page
-        page = table_ref[request, jnp.min(lax.div(place, jnp.int32(scan.page_size)))]
+        column = jnp.min(lax.div(place, jnp.int32(scan.page_size)))
+        page = table_ref[request, jnp.minimum(column, scan.capacity // scan.page_size - 1)]  # the last may lie beyond
     else:
         at = table_ref.at[request, jnp.where(inside, lax.div(place, jnp.int32(scan.page_size)), 0)]
         page = lowering.load(at, mask=inside, other=-1)
@@ -204,9 +233,8 @@ def indexer_scores(
     config, flat = config or Config(), keys.dtype == jnp.uint8
     capacity = page_table.shape[1] * page_size
     block_rows = min(MOST_ROWS, next_power_of_two(rows))
-    block_tokens = config.block_tokens or 128
-    total = batch * -(-rows // block_rows) * -(-capacity // block_tokens)
-    blocks = max(1, min(16, total // (WAVES * 2 * lowering.MULTIPROCESSORS)))
+    block_tokens, together = config.block_tokens or 64, 2 if flat else 1
+    total = batch * -(-rows // block_rows) * -(-capacity // (block_tokens * together))
     scan = Scan(
         batch=batch,
         rows=rows,
@@ -219,7 +247,8 @@ def indexer_scores(
         flat=flat,
         block_rows=block_rows,
         block_tokens=block_tokens,
-        blocks=blocks,
+        together=together,
+        steps=max(1, min(MOST_STEPS, total // (WAVES * WAVE))),
         interpret=interpret,
     )
     views: tuple[jax.Array, ...] = (keys,)

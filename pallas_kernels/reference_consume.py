@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import Config, Launch, resolve
+from pallas_kernels.config import WAVE, Config, Launch, resolve
 from pallas_kernels.decode_call import Program, Shape, decode_shape, split_range, this_program, to_tiles
 from pallas_kernels.merge_splits import columns_of, merge_columns
 from pallas_kernels.online_softmax import Keys, attend
@@ -224,6 +224,11 @@ def sparse_call(shape: Shape, launch: Launch, rows: int, heads: int, capacity: i
         dtype=dtype,
         page_size=1,
     )
+    blocks = -(-capacity // chosen.block_tokens)
+    if not chosen.exact and rows * heads * chosen.splits > WAVE:
+        # What does not run at once anyway is cut into shares of at least three blocks, so that loads follow each other
+        # (H200, 16 heads of 3,277 keys: 17.0 us with 18 shares, 18.9 with 33).
+        chosen = dataclasses.replace(chosen, splits=min(chosen.splits, -(-blocks // 3)))
     return alone, chosen
 
 

@@ -12,11 +12,12 @@ from flax import nnx
 
 from models import speculation_overlapped
 from models.decode import DecodeOptions
+from models.executables import compilations
 from models.ouro import Ouro
 from models.reference import ReferenceCorrection
 from models.sampling import Sampling
 from models.speculation import Speculation, speculate_chunk
-from models.speculation_overlapped import Overlapped, overlapped_round
+from models.speculation_overlapped import Overlapped, Report, overlapped_round
 from pallas_kernels.lowering import lower_for_cuda
 from sparse_jax import paging, reference_store, selectors
 from tests.models.speculation_setting import CONFIG, assert_same_text, plain, prompts, speculate, start
@@ -118,7 +119,8 @@ def test_two_rounds_hold_different_slots_and_the_older_goes_one_round_later(mode
 def test_rejected_rows_cannot_be_read_and_the_root_survives(model):
     rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
     rounds._start()
-    report, lease, count = jax.device_get((rounds._flying[0], rounds.held.lease, rounds.held.store.references.count))
+    numbers, lease, count = jax.device_get((rounds._flying[0], rounds.held.lease, rounds.held.store.references.count))
+    report = Report.unpacked(numbers)
     stays = np.arange(4) <= np.maximum(report.accepted, 0)[:, None]
     live = (count[np.maximum(lease.slots, 0)] > 0).all(axis=-1) & (lease.slots >= 0)
     took_part = report.accepted >= 0
@@ -295,10 +297,10 @@ def test_want_of_pages_is_told_when_nobody_can_go_on_and_nothing_is_lost(model, 
 def test_rounds_do_not_compile_again(model):
     rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
     list(rounds)
-    before = speculation_overlapped._dispatch._cache_size()
+    before = compilations()
     again = Overlapped(model, new(model, seed=1, limits=list(range(1, REQUESTS + 1))), OPTIONS, SPECULATION)
     list(again)
-    assert speculation_overlapped._dispatch._cache_size() == before
+    assert compilations() == before
 
 
 def test_sampling_exits_and_what_cannot_be_taken_back_are_refused(model):

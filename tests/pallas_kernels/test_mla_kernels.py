@@ -79,10 +79,12 @@ def shapes(stored, *, batch=8, rows=2, heads=128, chosen=2048, pages=4096, page_
 def launches():
     """What the heuristics choose for any number of heads, rows and slots: one config for each different kernel."""
     found = {}
-    for groups, rows, chosen, exact in itertools.product(
-        (1, 8, 64, 500), (1, 17, 32, 64, 256), (1, 100, 2048, 4224), (False, True)
+    for groups, rows, chosen, exact, (itemsize, packed) in itertools.product(
+        (1, 8, 64, 500), (1, 17, 32, 64, 256), (1, 100, 2048, 4224), (False, True), ((2, False), (4, False), (2, True))
     ):
-        launch = resolve_mla(Config(exact=exact), groups=groups, rows=rows, chosen=chosen)
+        launch = resolve_mla(
+            Config(exact=exact), groups=groups, rows=rows, chosen=chosen, width=576, itemsize=itemsize, packed=packed
+        )
         fields = {f: getattr(launch, f) for f in ("block_rows", "block_tokens", "num_warps", "num_stages")}
         found[tuple(fields.values()), launch.splits > 1] = Config(**fields, splits=launch.splits, exact=exact)
     return list(found.values())

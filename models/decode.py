@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.exit_gate import chosen_exit, select_exit
-from models.interface import LoopedModel, LoopOutput
+from models.interface import Attend, LoopedModel, LoopOutput
 from models.loops import AttendPlane, Cache, Step
 from models.loops import attend_by_selector as attend_by_selector
 from models.reference import ReferenceCorrection, empty_references, retained_mass
@@ -59,6 +59,8 @@ class DecodeState:
     started: jax.Array  # bool[B] the prompt is in the cache
     done: jax.Array  # bool[B] a stop token or the limit was reached
     keys: jax.Array  # key[B] one random stream per request
+    # [B, H] what the extra layer made of the last tokens, where it drafts: the logits of the token after `tokens`
+    further: jax.Array | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -101,19 +103,31 @@ def prefill(
     of each prompt (undefined for a count of 0). A request that finds no room stays empty and gets its status in
     `paged.table`. tokens_read counts nothing here.
     """
+
+    def last(h):  # [B, S, H] -> [B, 1, H]
+        return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+
+    attend, cache = prompt_attend(model, tokens, counts, paged, selector, selector_state)
+    output, cache = model.loops(model.embed(tokens), prompt_positions(tokens), attend, cache, keep=last)
+    return _decode_output(model, output, cache, exit_threshold, exit_step)
+
+
+def prompt_attend(
+    model: LoopedModel, tokens: jax.Array, counts: jax.Array, paged: PagedState, selector: Selector, selector_state: Any
+) -> tuple[Attend, Cache]:
+    """What the planes of a prefill do, as in `prefill`, and the cache before the first one."""
     paged, selector_state, room = selector.reserve_prompt(paged, selector_state, counts, tokens.shape[1])
 
     def attend(plane, q, k, v, cache):
         stored = selector.store_prompt(cache.paged, cache.selector, plane, room, q, k, v)
         return model.causal(plane, q, k, v, cache.after(stored))
 
-    def last(h):  # [B, S, H] -> [B, 1, H]
-        return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return attend, Cache.of(paged, selector_state)
 
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cache = Cache.of(paged, selector_state)
-    output, cache = model.loops(model.embed(tokens), positions, attend, cache, keep=last)
-    return _decode_output(model, output, cache, exit_threshold, exit_step)
+
+def prompt_positions(tokens: jax.Array) -> jax.Array:
+    """The positions of prompts i32[B, S]."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def decode_step(
@@ -169,7 +183,7 @@ def stops(tokens: jax.Array, options: DecodeOptions) -> jax.Array:
     return jnp.isin(tokens, jnp.asarray(options.stop_ids, jnp.int32))
 
 
-def _choose(logits, state: DecodeState, ready: jax.Array, options: DecodeOptions) -> tuple[DecodeState, jax.Array]:
+def choose(logits, state: DecodeState, ready: jax.Array, options: DecodeOptions) -> tuple[DecodeState, jax.Array]:
     """Sample for the requests that are `ready` -> (state, emitted i32[B]: the new tokens, -1 for none or a stop)."""
     tokens = sample(logits, state.keys, state.generated, options.sampling)
     stopped = stops(tokens, options)
@@ -207,7 +221,7 @@ def prefill_batch(
     )
     ready = (counts > 0) & (out.paged.table.status == paging.OK)
     state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state, started=state.started | ready)
-    state, emitted = _choose(out.logits, state, ready, options)
+    state, emitted = choose(out.logits, state, ready, options)
     loops = jnp.where(ready, out.exit_loop, -1)
     return state, StepOutput(emitted, jnp.where(ready, counts, 0), out.tokens_read, loops, out.stale)
 
@@ -239,7 +253,7 @@ def decode_chunk(
         )
         ready = takes_part & (out.paged.table.status == paging.OK)
         state = dataclasses.replace(state, paged=out.paged, selector=out.selector_state)
-        state, emitted = _choose(out.logits, state, ready, options)
+        state, emitted = choose(out.logits, state, ready, options)
         had = options.selector.next_positions(out.paged, out.selector_state)
         lengths = jnp.where(ready, had, 0)
         read = jnp.where(ready, out.tokens_read, 0)

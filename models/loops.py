@@ -106,6 +106,14 @@ class Step:
             found.append(output)
         return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found), cache
 
+    def further(
+        self, hidden: jax.Array, tokens: jax.Array, positions: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """The extra layer of a model that has one, after its loops: see `models.deepseek.Deepseek.predict`."""
+        model: Any = self.model
+        attend, cache = self._attend(SELECT, cache)
+        return model.predict(hidden, tokens, positions, attend, cache)
+
     def _segments(self, first: int, last: int) -> list[tuple[int, int, int]]:
         if self.reference is None:
             return [(first, last, SELECT)]

@@ -1,4 +1,7 @@
-"""Self-speculation of looped models: the first loops draft tokens, the others verify them in one batch.
+"""Self-speculation: a part of the model drafts tokens, the model verifies them in one batch.
+
+Of looped models the first loops draft, as below. Of others an extra layer does, see `models.speculation_extra`; their
+verification runs the whole model.
 
 A round of K drafts, d of U loops deep, for requests whose next input is token s at position `base`:
 
@@ -21,16 +24,16 @@ selector accumulates (H2O) a row sees as the rows before it have left it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import speculation_accept, speculation_rollback
+from models import speculation_accept, speculation_extra, speculation_rollback
 from models.decode import DecodeOptions, DecodeState, StepOutput, stops
 from models.exit_gate import chosen_exit, select_exit
-from models.interface import LoopedModel, LoopOutput
+from models.interface import LoopedModel, LoopOutput, ModelConfig
 from models.loops import Cache, Step
 from models.reference import ReferenceCorrection, empty_references
 from sparse_jax import Reference, paging, slot_pool
@@ -43,25 +46,34 @@ from sparse_jax.selectors import Selector
 class Speculation:
     """How much is drafted; hashable, so static under `jax.jit`. Raises ValueError for numbers below 1.
 
-    drafts: K, tokens drafted in a round. draft_loops: d, loops of a draft.
+    drafts: K, tokens drafted in a round. by: who drafts, the first `draft_loops` loops (d) or the model's extra layer.
     """
 
     drafts: int = 3
     draft_loops: int = 2
+    by: Literal["loops", "extra"] = "loops"
 
     def __post_init__(self) -> None:
+        if self.by not in ("loops", "extra"):
+            raise ValueError(f"by must be 'loops' or 'extra', got {self.by!r}")
         for name in ("drafts", "draft_loops"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {value!r}")
 
-    def check(self, loops: int, selector: Selector, reference: ReferenceCorrection | None = None) -> None:
-        """Raises ValueError unless a model of `loops` loops, read through these, can draft and verify so."""
-        if not self.draft_loops < loops:
+    def check(self, config: ModelConfig, selector: Selector, reference: ReferenceCorrection | None = None) -> None:
+        """Raises ValueError unless a model of this configuration, read through these, can draft and verify so."""
+        name, extra = type(selector).__name__, getattr(config, "mtp_layers", 0)
+        if self.by == "loops" and not self.draft_loops < config.loops:
+            more = ": draft by its extra layer, Speculation(by='extra')" if extra else ""
             raise ValueError(
-                f"draft_loops must leave a loop to verify with: the model has {loops}, got {self.draft_loops}"
+                f"draft_loops must leave a loop to verify with: the model has {config.loops}, got {self.draft_loops}"
+                + more
             )
-        name = type(selector).__name__
+        if self.by == "extra" and not extra:
+            raise ValueError("drafts by 'extra' need a model with an extra layer, and this one has none (mtp_layers 0)")
+        if self.by == "extra" and reference is not None:
+            raise ValueError("drafts by 'extra' cannot be combined with reference correction, which is between loops")
         if not (selector.shareable or selector.accumulates):
             raise ValueError(
                 f"speculation cannot take drafts back from the selector {name}: it drops or moves tokens of a "
@@ -159,16 +171,26 @@ def leased_round(
     lease: [B, K + 1], a slot of each row. A request without a live slot for its first row takes no part, and one drafts
     no further than its live slots reach. The lease is the caller's to accept and to release.
     """
-    speculation.check(model.config.loops, options.selector, options.reference)
+    speculation.check(model.config, options.selector, options.reference)
     paged, room = _reserve(model, state, options.selector, speculation.drafts, store, lease)
     cache = _cache(model, options, paged, room, store)
-    candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
-    output, cache = _verify(model, options, speculation, room, drafted, cache)
+    if speculation.by == "extra":
+        candidates, q, cache = speculation_extra.draft(model, state, options, room, cache)
+        h = model.embed(jnp.concatenate([state.tokens[:, None], candidates], axis=1))
+        output, cache = _verify(model, options, room, h, 0, cache)
+    else:
+        candidates, q, drafted, cache = _draft(model, state, options, speculation, room, cache)
+        output, cache = _verify(model, options, room, drafted.hidden[-1], speculation.draft_loops, cache)
+        output = jax.tree.map(lambda *parts: jnp.concatenate(parts), drafted, output)
     exits = chosen_exit(model.config, options.exit_threshold, options.exit_step)
     hidden, exit_loop = select_exit(output.hidden, output.gate_logits, **exits)
     tokens, accepted = speculation_accept.accept(
         model.logits(hidden), candidates, q, room.drafts, state.keys, state.generated, options.sampling
     )
+    if speculation.by == "extra":
+        state, cache = speculation_extra.catch_up(
+            model, state, options, room, cache, output.hidden[-1], tokens, accepted
+        )
     state, out = _commit(state, options, room, cache, tokens, accepted, exit_loop)
     return state, out, cache.references if isinstance(cache.references, ReferenceStore) else None
 
@@ -290,12 +312,12 @@ def _draft(
 def _verify(
     model: LoopedModel,
     options: DecodeOptions,
-    speculation: Speculation,
     room: Room,
-    drafted: LoopOutput,
+    h: jax.Array,
+    first: int,
     cache: Cache,
 ) -> tuple[LoopOutput, Cache]:
-    """The LoopOutput of all loops, of K + 1 rows [U, B, K + 1, ...]."""
+    """The LoopOutput of the loops from `first` on, of K + 1 rows [U - first, B, K + 1, ...]; h [B, K + 1, H]."""
     rows = jnp.arange(room.real.shape[1], dtype=jnp.int32)
     positions = jnp.where(room.real, room.base[:, None] + rows, -1)
     step = Step(
@@ -311,8 +333,7 @@ def _verify(
         lease=room.of_real_rows(),
         seen=positions + 1,
     )
-    output, cache = step.run(drafted.hidden[-1], positions, cache, speculation.draft_loops)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), drafted, output), cache
+    return step.run(h, positions, cache, first)
 
 
 def _commit(

@@ -114,7 +114,8 @@ BudgetOption = Annotated[
     typer.Option(
         parser=read_budget,
         metavar="TOKENS|SHARE",
-        help="What a step may read, per layer and head: tokens (256), or a share of what is cached (0.125, 1/8).",
+        help="What a step may read, per layer and head: tokens, or a share of what is cached (0.125, 1/8). "
+        "Unless given: 256; for dsa as many as the model's indexer chooses.",
     ),
 ]
 RetentionOption = Annotated[
@@ -139,7 +140,8 @@ SpeculateOption = Annotated[
     typer.Option(
         min=1,
         metavar="K",
-        help="Draft K tokens with the first loops of a looped model and verify them at once: several tokens a round. "
+        help="Draft K tokens with the first loops of a looped model, or the extra layer of a DeepSeek-style one, and "
+        "verify them at once: several tokens a round. "
         "dense and reference say what they would have said anyway (drawn text differs, but is as likely); methods that "
         "choose pages may choose a little differently, because summaries of pages already hold the drafts.",
     ),
@@ -165,17 +167,19 @@ def generate(
     model: Annotated[
         str,
         typer.Option(
-            help="ouro-tiny (shipped), smollm2-135m (after `fetch`), a folder or .gguf file, or owner/name of a hub."
+            help="ouro-tiny or deepseek-tiny (shipped), smollm2-135m (after `fetch`), a folder or .gguf file, or "
+            "owner/name of a hub."
         ),
     ] = "ouro-tiny",
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}; "
-            "reference: dense up to the capture loop of a looped model, few keys in the loops after it."
+            "reference: dense up to the capture loop of a looped model, few keys in the loops after it. "
+            "Unless given: quest; dsa for a DeepSeek-style model."
         ),
-    ] = "quest",
-    budget: BudgetOption = "256",
+    ] = None,
+    budget: BudgetOption = None,
     retention: RetentionOption = None,
     capture_loop: CaptureLoopOption = None,
     speculate: SpeculateOption = None,

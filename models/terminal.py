@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from models import chat, checkpoints, tokenizers
+from models.deepseek_config import DeepseekConfig
 from models.generate import Chunk, Generation, Stats, generate
 from models.prompts import Prompts
 from models.reference import ReferenceCorrection
@@ -28,8 +29,8 @@ def run(
     prompts: Prompts,
     *,
     model: str,
-    method: str,
-    budget: int | float,
+    method: str | None,
+    budget: int | float | None,
     chat_template: bool,
     max_tokens: int,
     sampling: Sampling,
@@ -43,14 +44,17 @@ def run(
 ) -> Stats:
     """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
 
+    method: None for the usual one of the model; budget: None for 256 tokens, or what the model's own indexer chooses.
     chat_template: the prompts are messages to a model that was trained to chat. retention, capture_loops: of reference
     correction, see `reading`. drafts, draft_loops: of self-speculation; no drafts, no speculation.
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
     check_implementation(implementation)
-    selector, reference = reading(method, budget, retention, capture_loops)
-    speculation = drafting(drafts, draft_loops)
     place = checkpoints.resolve(model)
+    sizes = checkpoints.read_config(place)
+    method, budget = usual(sizes, method, budget)
+    selector, reference = reading(method, budget, retention, capture_loops)
+    speculation = drafting(drafts, draft_loops, extra=sizes.loops == 1 and getattr(sizes, "mtp_layers", 0) > 0)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
     encoded = [tokenizer.encode(text, bos=not chat_template) for text in texts]
@@ -59,8 +63,10 @@ def run(
         isinstance(tokenizer, tokenizers.ByteTokenizer) and tokenizer.vocab_size != config.vocab_size
     ):
         raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
-    if speculation is not None and config.loops == 1:
-        raise ValueError(f"--speculate needs a looped model: {model} has one loop, and its first loops would draft")
+    if speculation is not None and speculation.by == "loops" and config.loops == 1:
+        raise ValueError(
+            f"--speculate needs a looped model, whose first loops draft, or an extra layer: {model} has neither"
+        )
     generation = generate(
         network,
         encoded,
@@ -95,6 +101,17 @@ def check_implementation(implementation: str | None) -> None:
         )
 
 
+def usual(config: checkpoints.Config, method: str | None, budget: int | float | None) -> tuple[str, int | float]:
+    """Method and budget where they were not given: "quest", or what a DeepSeek-style model does by itself."""
+    indexer = getattr(config, "indexer", None)
+    if method is None:
+        latent = isinstance(config, DeepseekConfig)
+        method = "dsa" if indexer is not None else "dense" if latent else "quest"
+    if budget is None:
+        budget = indexer.topk if method == "dsa" and indexer is not None else 256
+    return method, budget
+
+
 def reading(
     method: str, budget: int | float, retention: float | None, capture_loops: Sequence[int] | None
 ) -> tuple[Selector, ReferenceCorrection | None]:
@@ -105,6 +122,10 @@ def reading(
     """
     if method == REFERENCE:
         selector = selectors.get("dense")
+    elif method == "dsa":
+        if not isinstance(budget, int):
+            raise ValueError(f"the method dsa takes a number of tokens as its budget, got the share {budget}")
+        selector = selectors.get(method, k=budget)
     elif method in selectors.names():
         selector = selectors.get(method, budget=budget)
     else:
@@ -115,10 +136,14 @@ def reading(
     return selector, ReferenceCorrection(retention=0.1 if retention is None else retention, capture_loops=loops)
 
 
-def drafting(drafts: int | None, draft_loops: int | None) -> Speculation | None:
-    """What is drafted; None: nothing. Raises ValueError for loops of no drafts."""
+def drafting(drafts: int | None, draft_loops: int | None, *, extra: bool = False) -> Speculation | None:
+    """What is drafted, and with `extra` by an extra layer; None: nothing. Raises ValueError for loops without use."""
     if drafts is None and draft_loops is not None:
         raise ValueError(f"--draft-loops {draft_loops} belongs to --speculate: how many tokens to draft")
+    if extra and draft_loops is not None:
+        raise ValueError(f"--draft-loops {draft_loops}: this model drafts with its extra layer, it has no loops")
+    if extra and drafts is not None:
+        return Speculation(drafts=drafts, by="extra")
     return None if drafts is None else Speculation(drafts=drafts, draft_loops=draft_loops or 2)
 
 

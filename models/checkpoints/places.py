@@ -9,7 +9,7 @@ import platformdirs
 
 from models.checkpoints.safetensors_files import SINGLE
 
-SHIPPED = {"ouro-tiny": "ouro_tiny"}
+SHIPPED = {"ouro-tiny": "ouro_tiny", "deepseek-tiny": "deepseek_tiny"}
 """Models inside the package: name -> folder under `models/pretrained`."""
 
 FETCHED = ("smollm2-135m",)
@@ -27,8 +27,8 @@ def cache_folder() -> Path:
 def resolve(name: str | Path) -> Path:
     """The folder, or the GGUF file, of a model.
 
-    name: a shipped name (`ouro-tiny`), else a fetched one (`smollm2-135m`), else a local folder or .gguf file, else
-    `owner/name[@revision]` of a hub.
+    name: a shipped name (`ouro-tiny`, `deepseek-tiny`), else a fetched one (`smollm2-135m`), else a local folder or
+    .gguf file, else `owner/name[@revision]` of a hub.
 
     Raises FileNotFoundError for what is none of these, and ImportError for a hub name without the `hub` extra.
     """

@@ -17,10 +17,14 @@ DEVICE_TOKENS, HOST_TOKENS = 524_288, 8192
 
 def evaluate(
     model: Annotated[
-        str, typer.Option(help="ouro-tiny, smollm2-135m (after `fetch`), a folder, or owner/name of a hub.")
+        str,
+        typer.Option(help="ouro-tiny, deepseek-tiny, smollm2-135m (after `fetch`), a folder, or owner/name of a hub."),
     ] = "ouro-tiny",
     methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas; options as quest:page_size=32. Default: the usual ones.")
+        str,
+        typer.Option(
+            help="Methods, separated by commas; options as quest:page_size=32 or dsa:k=64. Default: the usual ones."
+        ),
     ] = "",
     tasks: Annotated[
         str, typer.Option(help="passkey, keys8, chain2, common or copy16, text. Default: what suits the model.")
@@ -99,7 +103,7 @@ def _settings(
 
     return Settings(
         model=model,
-        methods=tuple(parse(name) for name in (methods or default())),
+        methods=tuple(parse(name) for name in (methods or default(model))),
         tasks=tuple(tasks),
         lengths=tuple(int(length) for length in lengths),
         budgets=tuple(budgets),
@@ -153,6 +157,7 @@ def run_all(
     import dataclasses
 
     from models import checkpoints, tokenizers
+    from models.deepseek_config import DeepseekConfig
     from models.evaluation.engine import Evaluation, Failed
     from models.evaluation.tasks import Writer
 
@@ -161,7 +166,13 @@ def run_all(
     if attention not in ("auto", "xla", "cudnn"):
         raise ValueError(f"--attention is auto, xla or cudnn, got {attention!r}")
     config, network = checkpoints.load(settings.model, dtype=dtype)
-    if attention == "cudnn" or (attention == "auto" and _on_gpu() and network.dtype.itemsize == 2):
+    if isinstance(config, DeepseekConfig):  # whose prompts attend block by block, and whose queries have no keys
+        if settings.dense_layers:
+            raise ValueError(
+                f"--dense-layers: layers of a DeepSeek-style model share choices, got {settings.dense_layers}"
+            )
+        settings = dataclasses.replace(settings, diagnostics=False)
+    elif attention == "cudnn" or (attention == "auto" and _on_gpu() and network.dtype.itemsize == 2):
         network.attention = "cudnn"
     else:
         settings = dataclasses.replace(settings, attention_rows=2)
@@ -221,10 +232,11 @@ def _show(results: Any, settings: Any, console: Console) -> None:
 
 
 def _filler(model: str, text: str | None) -> str | None:
-    """The text that was given; for ouro-tiny, which knows no other sentences, its excerpt."""
+    """The text that was given; for the shipped models, which know no other sentences, an excerpt."""
+    from models import checkpoints
     from models.evaluation import quick
 
-    return quick.filler() if text is None and model == "ouro-tiny" else text
+    return quick.filler() if text is None and model in checkpoints.SHIPPED else text
 
 
 def _plotting() -> None:

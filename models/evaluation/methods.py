@@ -4,8 +4,10 @@ import ast
 import dataclasses
 from typing import Any
 
+from models import checkpoints
+from models.deepseek_config import DeepseekConfig
 from sparse_jax import selectors
-from sparse_jax.selectors import Dense, Selector
+from sparse_jax.selectors import DSA, Dense, Selector
 
 PAGE_SIZE = 16
 ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"h2o-evict": ("h2o", {"form": "evict"})}
@@ -40,7 +42,7 @@ class Method:
     @property
     def takes_budget(self) -> bool:
         """Whether a budget means anything to it."""
-        return not isinstance(self.selector, Dense)
+        return not isinstance(self.selector, Dense | DSA)  # how many DSA reads is its own option, k
 
     @property
     def keeps_all(self) -> bool:
@@ -53,8 +55,12 @@ class Method:
         return dataclasses.replace(self.selector, budget=budget, most=most) if self.takes_budget else self.selector
 
 
-def default() -> list[str]:
-    """The interesting methods that are registered."""
+def default(model: str) -> list[str]:
+    """The interesting methods of a model, a name for `checkpoints.resolve`."""
+    config = checkpoints.read_config(checkpoints.resolve(model))
+    if isinstance(config, DeepseekConfig):
+        most = 0 if config.indexer is None else config.indexer.topk
+        return ["dense", *(f"dsa:k={k}" for k in (most // 4, most // 2, most) if k)]
     return [name for name in INTERESTING if ALIASES.get(name, (name,))[0] in selectors.names()]
 
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from models.evaluation.diagnostics import Diagnosis, diagnose, read_mask
+from models.latent_attention import LatentQuery
+from models.loops import attend_by_selector
 from sparse_jax import paging
 from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.paging import PagedKV, PagedState, PageView
@@ -118,6 +120,17 @@ class Observed(Selector):
         if not self.dense_planes:
             return self.inner.attend(inner_state, q, k_pages, v_pages, view, plane=plane, **options)
         return jax.lax.cond(plane < self.dense_planes, lambda: by(Dense()), lambda: by(self.inner))
+
+
+def attend(selector: Observed, state: Watched, plane: Any, q: Any, *arguments: Any, **options: Any) -> Attended:
+    """An `AttendPlane`: as the default one; of latent attention, which attends by itself, the reads are counted."""
+    if not isinstance(q, LatentQuery):
+        return attend_by_selector(selector, state, plane, q, *arguments, **options)
+    if state.seen is not None:
+        raise ValueError("latent attention has no keys of heads to hold its choice against: leave out diagnostics")
+    attended = attend_by_selector(selector.inner, state.inner, plane, q, *arguments, **options)
+    counts = state.tokens_read.at[plane].set(attended.tokens_read.astype(jnp.float32).mean(axis=-1))
+    return attended._replace(state=dataclasses.replace(state, inner=attended.state, tokens_read=counts))
 
 
 def watch(

@@ -20,7 +20,7 @@ from flax import nnx
 from models import decode
 from models.evaluation.diagnostics import Diagnosis, nothing
 from models.evaluation.methods import Method
-from models.evaluation.observed import Observed, Watched, diagnosed, watch
+from models.evaluation.observed import Observed, Watched, attend, diagnosed, watch
 from models.interface import LoopedModel
 from sparse_jax import paging
 from sparse_jax.paging import PagedState
@@ -70,6 +70,7 @@ def empty(model: LoopedModel, shape: Shape, tokens: int | None = None) -> PagedS
         page_size=shape.page_size,
         kv_heads=config.num_kv_heads,
         key_width=config.head_dim,
+        value_width=config.value_dim,
         requests=shape.rows,
         pages_per_request=pages,
         dtype=shape.dtype or model.dtype,
@@ -184,6 +185,7 @@ def advance(
             selector,
             state,
             implementation=shape.implementation,
+            attend=attend,
         )
         watched = out.selector_state
         length = jnp.where(token >= 0, before + 1, 0)

@@ -240,7 +240,7 @@ def test_speculation_asks_for_a_looped_model(tmp_path):
     checkpoints.save(tmp_path, Ouro(small_ouro(vocab_size=264, num_layers=1, loops=1), rngs=nnx.Rngs(0)))
     done = generate(tmp_path, "--prompt", "x", "--speculate", 2)
     assert done.exit_code == 1
-    assert f"--speculate needs a looped model: {tmp_path} has one loop" in " ".join(done.stderr.split())
+    assert f"or an extra layer: {tmp_path} has neither" in " ".join(done.stderr.split())
 
 
 def test_a_model_without_its_tokenizer_is_not_read_as_bytes(tmp_path):

@@ -220,13 +220,13 @@ def test_what_cannot_be_taken_back_is_refused_by_name():
     for name, options in (("h2o", {"form": "evict"}), ("tova", {}), ("snapkv", {}), ("rocketkv", {})):
         selector = selectors.get(name, **options)
         with pytest.raises(ValueError, match=type(selector).__name__):
-            SPECULATION.check(4, selector)
+            SPECULATION.check(CONFIG, selector)
     pages = ("quest", "centroid", "lserve", "window", "random", "h2o_sparse_attention", "gqa_h2o_sparse_attention")
     tokens = ("h2o", "h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention", "oracle")
     for name in ("dense", *pages, *tokens):
-        SPECULATION.check(4, selectors.get(name))
+        SPECULATION.check(CONFIG, selectors.get(name))
     with pytest.raises(ValueError, match="the model has 2"):
-        SPECULATION.check(2, selectors.get("dense"))
+        SPECULATION.check(dataclasses.replace(CONFIG, loops=2), selectors.get("dense"))
     for options in ({"drafts": 0}, {"drafts": True}, {"draft_loops": 0}, {"drafts": 1.5}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
             Speculation(**options)

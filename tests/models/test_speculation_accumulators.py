@@ -172,5 +172,5 @@ def test_a_selector_that_keeps_scores_of_requests_has_to_say_that_it_only_accumu
         accumulates = False
 
     with pytest.raises(ValueError, match="Silent: it drops or moves tokens"):
-        SPECULATION.check(4, Silent())
-    SPECULATION.check(4, H2O())
+        SPECULATION.check(CONFIG, Silent())
+    SPECULATION.check(CONFIG, H2O())

@@ -9,7 +9,7 @@ from models.checkpoints import places
 
 
 def test_names_that_are_no_model():
-    with pytest.raises(FileNotFoundError, match=r"no model 'nonsense'.*ouro-tiny, smollm2-135m"):
+    with pytest.raises(FileNotFoundError, match=r"no model 'nonsense'.*ouro-tiny, deepseek-tiny, smollm2-135m"):
         checkpoints.resolve("nonsense")
     with pytest.raises(FileNotFoundError, match=r"no model 'models/missing\.gguf'"):
         checkpoints.resolve("models/missing.gguf")

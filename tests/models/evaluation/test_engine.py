@@ -230,7 +230,7 @@ def test_methods_by_name():
     ):
         with pytest.raises(ValueError, match=message):
             parse(wrong)
-    assert {"dense", "oracle", "random", "quest"} <= set(methods.default())
+    assert {"dense", "oracle", "random", "quest"} <= set(methods.default("ouro-tiny"))
 
 
 def test_what_cannot_be_run_is_refused():

@@ -58,7 +58,7 @@ class DecodeState:
     limits: jax.Array  # i32[B] tokens to sample at most
     started: jax.Array  # bool[B] the prompt is in the cache
     done: jax.Array  # bool[B] a stop token or the limit was reached
-    keys: jax.Array  # key[B] one random stream per request
+    keys: jax.Array  # u32[B, 2] one random stream per request
     # [B, H] what the extra layer made of the last tokens, where it drafts: the logits of the token after `tokens`
     further: jax.Array | None = None
 

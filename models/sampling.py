@@ -38,17 +38,18 @@ GREEDY = Sampling()
 
 
 def request_keys(seed: int | Sequence[int], requests: int) -> jax.Array:
-    """One random key per request: key[B].
+    """One random key per request: u32[B, 2], the data of keys. Typed ones would be dispatched by Python at each call.
 
     An int seeds the batch, and request b gets stream b of it. A sequence gives each request its own seed; with seed s
     it draws what it would draw alone in a batch seeded with s. Raises ValueError for a sequence of another length.
     """
     if isinstance(seed, (int, np.integer)):
         base = jax.random.key(int(seed))
-        return jax.vmap(lambda request: jax.random.fold_in(base, request))(jnp.arange(requests, dtype=jnp.uint32))
+        keys = jax.vmap(lambda request: jax.random.fold_in(base, request))(jnp.arange(requests, dtype=jnp.uint32))
+        return jax.random.key_data(keys)
     if len(seed) != requests:
         raise ValueError(f"need one seed or one for each of {requests} requests, got {len(seed)}")
-    return jnp.stack([jax.random.fold_in(jax.random.key(int(one)), 0) for one in seed])
+    return jax.random.key_data(jnp.stack([jax.random.fold_in(jax.random.key(int(one)), 0) for one in seed]))
 
 
 def filtered(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
@@ -63,10 +64,10 @@ def filtered(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arra
 
 
 def sample(logits: jax.Array, keys: jax.Array, generated: jax.Array, sampling: Sampling) -> jax.Array:
-    """Choose one token of each request: logits f32[B, V], keys key[B], generated i32[B] (tokens so far) -> i32[B]."""
+    """Choose a token of each request: logits f32[B, V], keys u32[B, 2], generated i32[B] (tokens so far) -> i32[B]."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    step_keys = jax.vmap(jax.random.fold_in)(keys, generated.astype(jnp.uint32))
+    step_keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), generated.astype(jnp.uint32))
     if sampling.top_k == 0 and sampling.top_p == 1:
         scaled = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
         return jax.vmap(jax.random.categorical)(step_keys, scaled).astype(jnp.int32)

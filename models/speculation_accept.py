@@ -23,7 +23,7 @@ DRAFT, ACCEPT, REST = 0, 1, 2  # what a random number of a token is for; each is
 def propose(
     logits: jax.Array, keys: jax.Array, generated: jax.Array, sampling: Sampling
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A draft of each request: logits f32[B, V], keys key[B], generated i32[B] (tokens so far, earlier drafts too).
+    """A draft of each request: logits f32[B, V], keys u32[B, 2], generated i32[B] (tokens so far, earlier drafts too).
 
     Returns (tokens i32[B], their probabilities q f32[B, V], or None for greedy).
     """
@@ -86,8 +86,8 @@ def _leading(right: jax.Array) -> jax.Array:
 
 
 def _stream(keys: jax.Array, generated: jax.Array, purpose: int) -> jax.Array:
-    """A random key for each token: keys key[...], generated i32[...] of one shape, up to broadcasting."""
-    keys, generated = jnp.broadcast_arrays(keys, generated.astype(jnp.uint32))
+    """A random key for each token: keys u32[..., 2], generated i32[...] of one shape, up to broadcasting."""
+    keys, generated = jnp.broadcast_arrays(jax.random.wrap_key_data(keys), generated.astype(jnp.uint32))
 
     def one(key: jax.Array, count: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, count), purpose)

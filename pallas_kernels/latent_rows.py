@@ -4,16 +4,16 @@ A row is d_c latent columns, then d_r rotary ones. It is read in parts, each one
 a part need not lie side by side: one-byte numbers come in pairs, four-bit ones in fours, and what is unpacked together
 is multiplied together.
 
-Quantised latents become float16. Those of FP8 are first divided by a power of two near the largest scale of the block,
-which waits until after the products: so float16 holds latents of any size, and with scales that are powers of two what
-is rounded is 2^-24 of the block's largest or less. To keep all scales out of the products is exact as well and was
-slower: each group of columns then needs probabilities of its own (H200, 128 rows of 2,048 latents, 16 heads: 87 us).
+Quantised latents become float16 with their scales in them, or float32 for float32 queries. In float16 NVFP4 is exact,
+and so is FP8 with scales that are powers of two from 2^-15 to 2^7, which are all that `write_latent` makes by default
+of latents up to 57,344; other scales are rounded to float16, larger latents become infinite. To keep the scales out of
+the products works for latents of any size and was slower, because each group of columns then needs probabilities of its
+own (H200, 128 rows of 2,048 latents, 16 heads: 87 us against 82).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -75,18 +75,17 @@ class LatentRow:
             Columns(d_c + 2 * half + odd, 2 * half < self.rope_dim, False) for half in halves for odd in (0, 1)
         ]
 
-    def load(self, refs: Any, keys: Keys, compute: Any, interpret: bool) -> tuple[list[jax.Array], jax.Array | None]:
+    def load(self, refs: Any, keys: Keys, compute: Any, interpret: bool) -> list[jax.Array]:
         """Parts [block, size] of the rows of one block, in the types to multiply in; 0 where the key is not present.
 
-        refs: what `operands` gave. compute: of plain rows; float32 there makes all of them float32. Also returns None
-        or f32[], the power of two that the value columns are yet to be multiplied by.
+        refs: what `operands` gave. compute: of plain rows; float32 there makes all of them float32.
         """
         if self.format == "plain":
-            return [_rows(refs[0], keys, c.ids, c.inside).astype(compute) for c in self.columns()], None
+            return [_rows(refs[0], keys, c.ids, c.inside).astype(compute) for c in self.columns()]
         wide = jnp.float32 if compute == jnp.float32 else jnp.float16
-        parts, power = (self._fp8 if self.format == "fp8_ds_mla" else self._nvfp4)(refs, keys, wide, interpret)
+        parts = (self._fp8 if self.format == "fp8_ds_mla" else self._nvfp4)(refs, keys, wide, interpret)
         # Rotary numbers that are stored as bfloat16 meet bfloat16 queries as they are.
-        return [part if part.dtype == compute else part.astype(wide) for part in parts], power
+        return [part if part.dtype == compute else part.astype(wide) for part in parts]
 
     def operands(self, pool: jax.Array) -> tuple[jax.Array, ...]:
         """The views of a pool [N, P, E], or u8[N, P, bytes], that a kernel reads; no copies on a GPU."""
@@ -97,30 +96,23 @@ class LatentRow:
             return (words,)
         return words, lax.bitcast_convert_type(pool.reshape(*pool.shape[:-1], -1, 4), jnp.float32)
 
-    def _fp8(self, refs: Any, keys: Keys, wide: Any, interpret: bool) -> tuple[list[jax.Array], jax.Array]:
+    def _fp8(self, refs: Any, keys: Keys, wide: Any, interpret: bool) -> list[jax.Array]:
         words_ref, scales_ref = refs
-        groups = range(self.latent_dim // FP8_GROUP)
-        scales = [
-            lowering.load(scales_ref.at[keys.page, keys.offset, self.latent_dim // 4 + g], mask=keys.present, other=0.0)
-            for g in groups
-        ]
-        largest = jnp.max(functools.reduce(jnp.maximum, scales))
-        power = lax.bitcast_convert_type(lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000, jnp.float32)
-        power = jnp.where(power > 0, power, 1.0)
-        inverse = 1.0 / power
         parts = []
-        for g, scale in zip(groups, scales, strict=True):
+        for g in range(self.latent_dim // FP8_GROUP):
             words = _rows(words_ref, keys, g * (FP8_GROUP // 2) + _range(FP8_GROUP // 2))
-            scale = (scale * inverse).astype(wide)[:, None]
+            at = scales_ref.at[keys.page, keys.offset, self.latent_dim // 4 + g]
+            # Nothing else may use the scale, or the compiler widens the rows through shared memory (159 us for 82).
+            scale = lowering.load(at, mask=keys.present, other=0.0).astype(wide)[:, None]
             parts += [x.astype(wide) * scale for x in lowering.widen_pairs(words, interpret=interpret)]
         first = self.latent_dim // 2 + self.latent_dim // FP8_GROUP * 2
         for start, size in _pieces(self.rope_dim, MOST_COLUMNS):
             cols = start + _range(size)
             words = _rows(words_ref, keys, first + cols, cols < self.rope_dim)
             parts.append(lax.bitcast_convert_type(words, jnp.bfloat16))
-        return parts, power
+        return parts
 
-    def _nvfp4(self, refs: Any, keys: Keys, wide: Any, interpret: bool) -> tuple[list[jax.Array], None]:
+    def _nvfp4(self, refs: Any, keys: Keys, wide: Any, interpret: bool) -> list[jax.Array]:
         del wide
         (words_ref,) = refs
         parts = []
@@ -138,7 +130,7 @@ class LatentRow:
             cols = start + _range(size)
             words = _rows(words_ref, keys, self.latent_dim // 4 + cols, 2 * cols < self.rope_dim)
             parts += lowering.widen_pairs(words, interpret=interpret)
-        return parts, None
+        return parts
 
 
 def _range(size: int) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_kernels import lowering
 from pallas_kernels.config import INT32_MAX, Config, Launch, next_power_of_two
 from pallas_kernels.decode_call import Program, Shape, from_tiles, launch_splits, split_range, this_program, to_tiles
-from pallas_kernels.latent_rows import Columns, LatentRow
+from pallas_kernels.latent_rows import LatentRow
 from pallas_kernels.online_softmax import LOG2E, Keys, into_range, softmax_step, write_rows
 
 SHARES = 32  # of one list: where so many of each tile find a place at once, there are few programs
@@ -62,14 +62,12 @@ def mla_sparse_decode_kernel(
     def step(index: jax.Array, carry: Any) -> Any:
         m, l, sums = carry
         keys = _locate(slots_ref, program, index * launch.block_tokens, chosen, shape, launch)
-        parts, power = row.load(pool_refs, keys, compute, shape.interpret)
-        latent, rope = (_scores(q, parts, columns, is_value=is_value) for is_value in (True, False))
-        s = latent if power is None else latent * power
-        s = jnp.where(keys.visible, (s if rope is None else s + rope) * factor, -jnp.inf)
+        parts = row.load(pool_refs, keys, compute, shape.interpret)
+        products = [lowering.dot(a.astype(b.dtype), b.T) for a, b in zip(q, parts, strict=True)]
+        s = jnp.where(keys.visible, functools.reduce(jnp.add, products) * factor, -jnp.inf)
         m, l, p, decay = softmax_step(s, m, l)
         values = [part for part, c in zip(parts, columns, strict=True) if c.is_value]
         new = [lowering.dot(p.astype(value.dtype), value) for value in values]
-        new = new if power is None else [part * power for part in new]
         return m, l, tuple(old * decay[:, None] + more for old, more in zip(sums, new, strict=True))
 
     size, values = launch.block_rows, [c for c in columns if c.is_value]
@@ -81,13 +79,6 @@ def mla_sparse_decode_kernel(
     first, last = split_range(0, chosen, chosen, program, launch)
     carry = lax.fori_loop(first, last, step, carry)
     write_rows(carry, None, [(c.ids, c.inside) for c in values], out_ref, lse_ref, program=program, shape=shape)
-
-
-def _scores(q: list[jax.Array], parts: list[jax.Array], columns: list[Columns], *, is_value: bool) -> Any:
-    """f32[rows, block], the sum of the products of the value columns, or of the others; None where there are none."""
-    pairs = [pair for *pair, c in zip(q, parts, columns, strict=True) if c.is_value == is_value]
-    products = [lowering.dot(a.astype(b.dtype), b.T) for a, b in pairs]
-    return functools.reduce(jnp.add, products) if products else None
 
 
 def _locate(slots_ref: Any, program: Program, start: jax.Array, chosen: int, shape: Shape, launch: Launch) -> Keys:
@@ -112,23 +103,23 @@ def resolve_mla(
     """
     config = config or Config()
     # Two tiles of 64 heads read a latent twice, from the L2 cache, which is cheaper than sums of 128 rows in registers.
-    # float32 takes no matrix unit, and twice the registers.
-    block_rows = config.block_rows or min(64 if itemsize == 2 else 16, max(16, next_power_of_two(rows)))
+    # Widened latents would pass through shared memory once more there, and float32 takes no matrix unit.
+    most = 16 if itemsize > 2 else 32 if packed else 64
+    block_rows = config.block_rows or min(most, max(16, next_power_of_two(rows)))
     few = groups * -(-rows // block_rows) * SHARES <= lowering.MULTIPROCESSORS
     if config.block_rows is None and few and not config.exact:
         # All programs run at once, so more and smaller ones are sooner done, and there is less to merge.
         block_rows = 16
     programs = groups * -(-rows // block_rows)
-    block_tokens = config.block_tokens or max(
-        16, min(64, next_power_of_two(STAGE_BYTES // (width * itemsize) + 1) // 2)
-    )
+    fits = next_power_of_two(STAGE_BYTES // (width * itemsize) + 1) // 2
+    block_tokens = config.block_tokens or max(16, min(32 if packed and block_rows > 16 else 64, fits))
     blocks = -(-chosen // block_tokens)
     wanted = lowering.MULTIPROCESSORS * (1 if few or block_rows == 64 else 2) // programs
     return Launch(
         block_tokens=block_tokens,
         block_rows=block_rows,
         num_warps=config.num_warps or (8 if block_rows == 64 else 4),
-        num_stages=config.num_stages or (3 if packed and block_rows == 16 else 2),
+        num_stages=config.num_stages or (3 if packed else 2),
         splits=config.splits or max(1, min(16 if config.exact else wanted, blocks)),
         exact=config.exact,
     )

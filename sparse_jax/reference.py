@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify
 
 import pallas_kernels
 from pallas_kernels import Config
@@ -23,7 +22,17 @@ from sparse_jax.attention import PAGED
 from sparse_jax.attention_call import AttentionOutput, Call, Options, config_of, refusal_of
 from sparse_jax.ops import retained_count
 from sparse_jax.tuning import Tuning
-from sparse_jax.validation import INT32_MAX, as_array, as_ids, as_int, check_shape, debug_ids, debug_lengths, require
+from sparse_jax.validation import (
+    INT32_MAX,
+    as_array,
+    as_ids,
+    as_int,
+    check_shape,
+    debug_check,
+    debug_ids,
+    debug_lengths,
+    require,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -165,8 +174,8 @@ def consume_rows(
 def _capture(operands: tuple[jax.Array, ...], capacity: int, options: Options) -> tuple[AttentionOutput, Reference]:
     q, k_pages, v_pages, page_table, lengths, counts = operands
     _check_values(k_pages, page_table, lengths)
-    checkify.debug_check(
-        jnp.all(counts <= capacity),
+    debug_check(
+        counts <= capacity,
         "counts: must be at most the capacity of {capacity}, got {most}",
         capacity=jnp.int32(capacity),
         most=jnp.max(counts),

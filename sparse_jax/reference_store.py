@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
 from pallas_kernels import Config
 from sparse_jax import slot_pool
@@ -35,7 +34,7 @@ from sparse_jax.ops import retained_count
 from sparse_jax.reference import Reference, check_reference, consume_rows, reference_capture
 from sparse_jax.slot_pool import SlotPool
 from sparse_jax.tuning import Tuning
-from sparse_jax.validation import INT32_MAX, as_array, as_ids, as_int, check_shape, debug_ids, require
+from sparse_jax.validation import INT32_MAX, as_array, as_ids, as_int, check_shape, debug_check, debug_ids, require
 
 ABSENT = -1  # takes no part
 DENSE = 0  # ordinary attention: the first loop, and rows of a prompt. Has no slot.
@@ -250,8 +249,8 @@ def write(store: ReferenceStore, plan: Plan, layer: Any, reference: Reference) -
     check_reference(reference, slots.shape, *kept.output.shape[2:])
     room = reference.indices.shape[-1]
     require(room <= store.capacity, f"reference.indices has room for {room}, the store only for {store.capacity}")
-    checkify.debug_check(
-        jnp.all((slots < 0) | (reference.count <= room)),
+    debug_check(
+        (slots < 0) | (reference.count <= room),
         "reference.count: must be at most the capacity of {room}, got {most}",
         room=jnp.int32(room),
         most=jnp.max(reference.count),

@@ -75,11 +75,25 @@ def check_shape(name: str, array: jax.Array, *allowed: tuple[int | None, ...]) -
     raise ValueError(f"{name} must have the shape {wanted}, got {list(array.shape)}")
 
 
+_CHECKING = jax.make_user_context(False)
+"""Whether checks of values are traced: part of what jitted functions are cached by."""
+
+
+def debug_check(good: jax.Array, message: str, **values: Any) -> None:
+    """Under `checked`: raises the message, with the values in it, unless all of bool[...] `good` hold.
+
+    Otherwise there is no check at all. One that only waits for `checkify` is an effect, and a program with effects is
+    dispatched by Python: that costs the host more than a small decode step takes.
+    """
+    if _CHECKING.value:
+        checkify.debug_check(jnp.all(good), message, **values)
+
+
 def debug_ids(name: str, ids: jax.Array, limit: int | jax.Array) -> None:
     """Under `checked`: every id is -1 or lies in [0, limit). Costs nothing otherwise."""
     good = (ids >= -1) & (ids < limit)
-    checkify.debug_check(
-        jnp.all(good),
+    debug_check(
+        good,
         name + ": ids must be -1 (absent) or lie in [0, {limit}), got {bad}",
         limit=jnp.max(jnp.asarray(limit)),
         bad=jnp.ravel(ids)[jnp.argmin(jnp.ravel(good))] if ids.size else jnp.int32(0),
@@ -88,8 +102,8 @@ def debug_ids(name: str, ids: jax.Array, limit: int | jax.Array) -> None:
 
 def debug_lengths(name: str, lengths: jax.Array, capacity: int) -> None:
     """Under `checked`: lengths lie in [0, capacity]."""
-    checkify.debug_check(
-        jnp.all((lengths >= 0) & (lengths <= capacity)),
+    debug_check(
+        (lengths >= 0) & (lengths <= capacity),
         name + ": lengths must lie in [0, {capacity}], got {low} to {high}",
         capacity=jnp.int32(capacity),
         low=jnp.min(lengths, initial=INT32_MAX),
@@ -109,7 +123,8 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        error, result = instrumented(*args, **kwargs)
+        with _CHECKING(True):
+            error, result = instrumented(*args, **kwargs)
         error.throw()
         return result
 

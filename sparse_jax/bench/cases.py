@@ -260,6 +260,7 @@ MLA = (
     ),
     _latent(128, 32, 64, ops=_SPARSE),
     _latent(128, 32, 16, ops=("dense MLA", *_SPARSE, *_CHOOSING), plain=("indexer",)),
+    *(_latent(128, 8, heads, ops=_SPARSE) for heads in (128, 64, 16)),  # of 1.2 GB, as is often quoted
     _latent(32, 32, 128, ops=_SPARSE),
     _latent(8, 128, 128, ops=("dense MLA", *_SPARSE, *_CHOOSING)),
     _latent(1, 128, 128, ops=("dense MLA", *_SPARSE, *_CHOOSING[:3]), plain=("dense MLA", "sparse MLA")),

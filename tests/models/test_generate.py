@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from models import generate as generation
-from models.generate import generate
 from models.executables import compilations
+from models.generate import generate
 from models.ouro import Ouro
 from models.sampling import Sampling
 from sparse_jax import paging, selectors

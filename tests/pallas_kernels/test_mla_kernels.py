@@ -118,10 +118,10 @@ def test_quantised_rows_take_queries_of_any_size(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", GPU])
-@pytest.mark.parametrize("exponent", [-60, 15])
-def test_fp8_rows_of_any_size(exponent, implementation):
-    """Scales of stored groups may lie far outside float16; so may what comes out, which is bfloat16."""
-    case = CASES["fp8"]
+@pytest.mark.parametrize(("dtype", "exponent"), [("bfloat16", -8), ("bfloat16", 13), ("float32", -60), ("float32", 15)])
+def test_fp8_rows_of_any_size(dtype, exponent, implementation):
+    """Of scales from 2^-15 to 2^7, and of any for float32 queries: the others meet rows in float16."""
+    case = dataclasses.replace(CASES["fp8"], dtype=dtype)
     x = make_inputs(case)
     scales = slice(case.latent, case.latent + 4)
 
@@ -130,11 +130,22 @@ def test_fp8_rows_of_any_size(exponent, implementation):
         return np.concatenate([data[..., : scales.start], scale.view(np.uint8), data[..., scales.stop :]], axis=-1)
 
     other = {**x, "pool": dataclasses.replace(x["pool"], data=moved(np.asarray(x["pool"].data)))}
-    q = np.asarray(x["q"], np.float32)
+    q = np.array(x["q"], np.float32)
     q[..., : case.latent] *= 2.0**-exponent if exponent > 0 else 0
-    other["q"] = jnp.asarray(q, "bfloat16")
+    other["q"] = jnp.asarray(q, dtype)
     actual, expected = call(other, implementation=implementation, **case.options), reference(case, other)
-    assert_close(actual.out.astype(jnp.float32) * 2.0**-exponent, expected.out * 2.0**-exponent, "bfloat16")
+    assert_close(actual.out.astype(jnp.float32) * 2.0**-exponent, expected.out * 2.0**-exponent, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", GPU])
+def test_fp8_rows_too_large_for_float16_are_seen(implementation):
+    """A latent above 57,344 makes what attends to it infinite or NaN, never a number that looks right."""
+    rows = jnp.ones((1, 2, 130)).at[0, 1, :128].set(2.0**17)
+    cache = store(rows, "fp8_ds_mla", 128)
+    options = {"scale": 1.0, "value_dim": 128, "implementation": implementation}
+    out = mla_sparse_attention(jnp.ones((2, 1, 130), "bfloat16"), cache, jnp.array([[0], [1]]), **options).out
+    assert (out[0] == 1).all()
+    assert not jnp.isfinite(out[1]).any()
 
 
 @pytest.mark.parametrize("implementation", ["interpret", GPU])

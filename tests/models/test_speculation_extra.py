@@ -78,6 +78,7 @@ def test_a_layer_that_is_always_right_accepts_everything():
     assert stats.tokens_per_round > 2.5
 
 
+@pytest.mark.slow
 def test_the_layers_plane_and_output_are_those_of_the_whole_text(model):
     made = continued(model)
     state = made.state

@@ -54,20 +54,25 @@ class LatentQuery:
 def causal(
     q: LatentQuery, latents: jax.Array, index_keys: jax.Array, implementation: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attention inside sequences, multi-head form: latents [B, S, E], index_keys [B, S, d_I] at positions 0 .. S-1.
+    """Attention inside sequences: latents [B, S, E], index_keys [B, S, d_I] at positions 0 .. S-1.
 
-    implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S, Hq, d_v], chosen i32[B, S, topk], or
-    None where everything is seen because S is at most topk).
+    Multi-head form, with a mask where the indexer chooses; absorbed form over the chosen tokens where that multiplies
+    less, which is so for long sequences. implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S,
+    Hq, d_v], chosen i32[B, S, topk], or None where everything is seen because S is at most topk).
     """
-    queries, keys, values = _same_width(*multi_head(q, latents))
-    options = {"scale": q.scale, "implementation": implementation}
+    options, v_width = {"scale": q.scale, "implementation": implementation}, q.w_uv.shape[-2]
     if q.topk is None or latents.shape[1] <= q.topk:
-        out, chosen = jax.nn.dot_product_attention(queries, keys, values, is_causal=True, **options), None
-    else:
-        chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
-        assert chosen is not None
-        out = _masked(queries, keys, values, chosen, options)
-    return out[..., : q.w_uv.shape[-2]], chosen
+        heads = _same_width(*multi_head(q, latents))
+        return jax.nn.dot_product_attention(*heads, is_causal=True, **options)[..., :v_width], None
+    chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
+    assert chosen is not None
+    width = q.w_uk.shape[-1]
+    # Multiplications of a head and query: a mask spares none, so a causal one costs all S keys.
+    masked = latents.shape[1] * (q.q_nope.shape[-1] + q.q_pe.shape[-1] + v_width)
+    if q.topk * (latents.shape[-1] + width) < masked:
+        return _gathered(q, latents, chosen), chosen
+    queries, keys, values = _same_width(*multi_head(q, latents))
+    return _masked(queries, keys, values, chosen, options)[..., :v_width], chosen
 
 
 def multi_head(q: LatentQuery, latents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -99,11 +104,16 @@ def _together(blocks: jax.Array, tokens: int) -> jax.Array:
     return blocks.reshape(blocks.shape[0], -1, *blocks.shape[3:])[:, :tokens]
 
 
+def _as_pages(rows: jax.Array) -> jax.Array:
+    """Rows [B, S, D] of sequences as a pool [N, P, D], N / B pages for each, the last one padded with zeros."""
+    page_size = 64 if rows.shape[1] >= 64 else 1
+    return jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % page_size), (0, 0)]).reshape(-1, page_size, rows.shape[2])
+
+
 def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> jax.Array:
     """What each token of a sequence sees, i32[B, S, topk] ascending, then -1; the sequence is a pool of pages."""
-    requests, tokens, width = index_keys.shape
-    page_size = 64 if tokens >= 64 else 1
-    keys = jnp.pad(index_keys, [(0, 0), (0, -tokens % page_size), (0, 0)]).reshape(-1, page_size, width)
+    requests, tokens = index_keys.shape[:2]
+    keys = _as_pages(index_keys)
     table = jnp.arange(keys.shape[0], dtype=jnp.int32).reshape(requests, -1)
     lengths = jnp.full(requests, tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (requests, tokens))
@@ -128,6 +138,26 @@ def _masked(queries, keys, values, chosen: jax.Array, options: dict[str, Any]) -
         return jax.nn.dot_product_attention(queries, keys, values, mask=mask[:, None], **options)
 
     return _together(jax.lax.map(block, (_blocks(queries), _blocks(chosen))), tokens)
+
+
+def _gathered(q: LatentQuery, latents: jax.Array, chosen: jax.Array) -> jax.Array:
+    """The same [B, S, Hq, d_v] in absorbed form, of latents [B, S, E]: only the chosen ones are read."""
+    requests, tokens = chosen.shape[:2]
+    pool = _as_pages(latents)
+    first = jnp.arange(requests, dtype=jnp.int32)[:, None, None] * (pool.shape[0] * pool.shape[1] // requests)
+    slots = jnp.where(chosen >= 0, first + chosen, -1)
+
+    def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, slots = x
+        return sparse_jax.mla_sparse_attention(rows, pool, slots, scale=q.scale, value_dim=q.w_uk.shape[-1]).out
+
+    out = _together(jax.lax.map(block, (_blocks(_absorbed(q)), _blocks(slots))), tokens)
+    return jnp.einsum("bsnc,nvc->bsnv", out, q.w_uv[0, 0])
+
+
+def _absorbed(q: LatentQuery) -> jax.Array:
+    """Queries [B, S, Hq, E] that meet latents as they are cached."""
+    return jnp.concatenate([jnp.einsum("bsnd,ndc->bsnc", q.q_nope, q.w_uk[0, 0]), q.q_pe], axis=-1)
 
 
 def _choose(index_q, weights, key_pages, page_table, lengths, q_positions, k, implementation) -> jax.Array:
@@ -188,10 +218,13 @@ def attend(
     request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), rows)
     flat = chosen.reshape(requests * rows, -1)
     slots = sparse_jax.to_slots(flat, view.page_table, request, page_size=page_size, lengths=view.lengths)
-    width = q.w_uk.shape[-1]
-    absorbed = jnp.concatenate([jnp.einsum("bsnd,ndc->bsnc", q.q_nope, q.w_uk[0, 0]), q.q_pe], axis=-1)
     output = sparse_jax.mla_sparse_attention(
-        absorbed, latents, slots.reshape(chosen.shape), scale=q.scale, value_dim=width, implementation=implementation
+        _absorbed(q),
+        latents,
+        slots.reshape(chosen.shape),
+        scale=q.scale,
+        value_dim=q.w_uk.shape[-1],
+        implementation=implementation,
     )
     out: Any = jnp.einsum("bsnc,nvc->bsnv", output.out, q.w_uv[0, 0]), chosen
     return Attended(output._replace(out=out), state, read, chosen.reshape(requests, 1, -1))

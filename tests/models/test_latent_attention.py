@@ -110,6 +110,25 @@ def test_many_blocks_of_queries_are_those_of_one(monkeypatch):
     np.testing.assert_array_equal(many[1], one[1])
 
 
+def test_chosen_latents_alone_give_what_a_mask_does():
+    """Long sequences are read in absorbed form; both are the same attention, absent choices included."""
+    chosen = latent_attention._choose_inside(QUERY, KEYS)
+    assert (chosen == -1).any()
+    heads = latent_attention._same_width(*latent_attention.multi_head(QUERY, LATENTS))
+    masked = latent_attention._masked(*heads, chosen, {"scale": QUERY.scale})[..., :D_V]
+    np.testing.assert_allclose(latent_attention._gathered(QUERY, LATENTS, chosen), masked, atol=5e-6)
+    out, again = latent_attention.causal(QUERY, LATENTS, KEYS)  # 4 * (10 + 8) < 11 * (7 + 4)
+    np.testing.assert_array_equal(again, chosen)
+    np.testing.assert_array_equal(out, latent_attention._gathered(QUERY, LATENTS, chosen))
+    wide = dataclasses.replace(QUERY, topk=8)  # 8 * 18 >= 121
+    np.testing.assert_array_equal(
+        latent_attention.causal(wide, LATENTS, KEYS)[0],
+        latent_attention._masked(*heads, latent_attention._choose_inside(wide, KEYS), {"scale": QUERY.scale})[
+            ..., :D_V
+        ],
+    )
+
+
 def test_what_fits_in_topk_is_dense_and_needs_no_choice():
     fits = dataclasses.replace(QUERY, topk=TOKENS)
     out, chosen = latent_attention.causal(fits, LATENTS, KEYS)

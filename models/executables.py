@@ -17,10 +17,12 @@ import numpy as np
 def executable(function: Any, arguments: tuple[Any, ...], **static: Any) -> Callable[..., Any]:
     """A jitted function, compiled for arguments of these shapes and for these static arguments, called without them.
 
-    For the same ones it is the same program.
+    For the same ones, under the same precision of products, it is the same program.
     """
     leaves, tree = jax.tree.flatten(arguments)
-    return _compiled(function, tuple(static.items()), tree, tuple(map(_abstract, leaves)))
+    # What a caller may set around a call, and what is traced depends on.
+    context = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+    return _compiled(function, tuple(static.items()), tree, tuple(map(_abstract, leaves)), context)
 
 
 def compilations() -> int:
@@ -37,5 +39,8 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(function: Any, static: tuple, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[..., Any]:
+def _compiled(
+    function: Any, static: tuple, tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], context: tuple
+) -> Callable[..., Any]:
+    del context  # lowering reads it from where it came from
     return function.lower(*jax.tree.unflatten(tree, leaves), **dict(static)).compile()

@@ -75,12 +75,15 @@ def plane_slots(slots: Any, plane: Any, *, pages: int, page_size: int, page_stri
     require(pages * stride <= INT32_MAX, f"pages * page_stride must fit in 32 bits, got {pages} * {stride}")
     step = pages * page_size if stride == page_size else page_size
     planes = INT32_MAX // step if stride == page_size else stride // page_size
-    return _plane_slots(slots, plane, rows=pages * stride, planes=planes, step=step)
+    return _plane_slots(slots, plane, rows=pages * stride, stride=stride, page_size=page_size, planes=planes, step=step)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "planes", "step"))
-def _plane_slots(slots: jax.Array, plane: jax.Array, *, rows: int, planes: int, step: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("rows", "stride", "page_size", "planes", "step"))
+def _plane_slots(
+    slots: jax.Array, plane: jax.Array, *, rows: int, stride: int, page_size: int, planes: int, step: int
+) -> jax.Array:
     debug_ids("slots", slots, rows)
     debug_ids("plane", plane, planes)
-    inside = (slots >= 0) & (slots < rows) & (plane >= 0) & (plane < planes)
+    of_plane_0 = (slots >= 0) & (slots < rows) & (slots % stride < page_size)
+    inside = of_plane_0 & (plane >= 0) & (plane < planes)
     return jnp.where(inside, slots + plane * step, -1)

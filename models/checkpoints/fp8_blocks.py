@@ -35,7 +35,8 @@ def dequantised(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 def read(file: Path, name: str) -> np.ndarray:
     """A tensor of float8_e4m3fn, which safetensors does not hand out as NumPy's."""
-    start, entries = _header(file)
+    stat = file.stat()
+    start, entries = _header(file, (stat.st_mtime_ns, stat.st_size))
     begin, end = entries[name]["data_offsets"]
     with open(file, "rb") as handle:
         handle.seek(start + begin)
@@ -43,8 +44,9 @@ def read(file: Path, name: str) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a file begins, and what is in it."""
+def _header(file: Path, written: tuple[int, int]) -> tuple[int, dict[str, Any]]:
+    """Where the data of a file begins, and what is in it; `written` tells a file from an older one in its place."""
+    del written
     with open(file, "rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         return 8 + length, json.loads(handle.read(length))

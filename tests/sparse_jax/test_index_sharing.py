@@ -91,6 +91,11 @@ def test_a_plane_that_is_not_there_is_absent(stride, plane):
     assert plane_slots(slots, plane, pages=N, page_size=P, page_stride=stride).tolist() == [-1] * 4
 
 
+def test_slots_of_other_planes_between_the_pages_are_absent():
+    slots = np.array([P - 1, P, 3 * P - 1, 3 * P], np.int32)
+    assert plane_slots(slots, 2, pages=N, page_size=P, page_stride=3 * P).tolist() == [3 * P - 1, -1, -1, 5 * P]
+
+
 def test_slots_beyond_plane_0_do_not_reach_the_next():
     slots = np.array([N * P - 1, N * P, 2**31 - 1, -1, -(2**31)], np.int32)
     assert plane_slots(slots, 1, pages=N, page_size=P).tolist() == [2 * N * P - 1, -1, -1, -1, -1]

@@ -187,6 +187,15 @@ def test_fp8_weights_are_multiplied_by_the_scale_of_their_block(tmp_path):
     assert fp8_blocks.scale_shape((128, 129)) == (1, 2)
 
 
+def test_a_file_written_anew_is_read_anew(tmp_path):
+    """Headers are remembered, and that of an older file in the same place is not its own."""
+    for columns in (2, 3):
+        file = tmp_path / "model.safetensors"
+        weight = np.full((2, columns), columns, ml_dtypes.float8_e4m3fn)
+        safetensors.numpy.save_file({"a": np.zeros(columns, np.float32), "b": weight}, file)
+        np.testing.assert_array_equal(fp8_blocks.read(file, "b"), weight)
+
+
 def test_released_fields_are_understood():
     config = checkpoints.config_from_json(RELEASED)
     assert config == DeepseekConfig.v3_2(mtp_layers=1)

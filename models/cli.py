@@ -214,6 +214,8 @@ def generate(
 
     Example: `sparse-jax generate --demo passkey --method reference --retention 0.1 --speculate 4`
 
+    Example: `sparse-jax generate --model deepseek-tiny --demo passkey --speculate 3`
+
     Example: `sparse-jax generate --model smollm2-135m --chat --prompt "What is the capital of France?"`
     """
     from models import prompts, terminal

@@ -44,7 +44,7 @@ class Stats:
     """The account of a generation so far. Times are wall-clock seconds of finished device work, without compilation.
 
     kv_tokens_read: cached tokens that decode steps read, once per plane and KV head, rejected drafts' too, so it may be
-    above kv_tokens_dense, what plain dense decoding would have read. Both leave out the prefill, which is always dense.
+    above kv_tokens_dense, what plain dense decoding would have read. Both leave out the prefill.
     """
 
     prompt_tokens: int

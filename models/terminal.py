@@ -153,7 +153,8 @@ def share_read(method: str, budget: int | float, reference: ReferenceCorrection 
         words = "the whole KV cache"
     else:
         amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
-        more = "; choosing reads the keys of all" if selectors.get(method).reads_all_keys else ""
+        keys = "the indexer's keys" if method == "dsa" else "the keys"
+        more = f"; choosing reads {keys} of all" if selectors.get(method).reads_all_keys else ""
         words = f"about {amount} of the KV cache ({method}{more})"
     if reference is None:
         return words
@@ -217,8 +218,9 @@ def closing_line(stats: Stats, reference: ReferenceCorrection | None = None) -> 
     if stats.tokens_per_second is not None:
         parts.append(f"{stats.tokens_per_second:.1f} tokens/s (and {stats.compile_seconds:.1f} s to compile)")
     if stats.kv_fraction is not None:
+        drafts = "" if stats.acceptance is None else ", by drafts too,"  # so it may be more than dense reads without
         parts.append(
-            f"KV tokens read {stats.kv_tokens_read:,} of {stats.kv_tokens_dense:,} that dense reads "
+            f"KV tokens read {stats.kv_tokens_read:,}{drafts} of {stats.kv_tokens_dense:,} that dense reads "
             f"({100 * stats.kv_fraction:.1f} %)"
         )
     if reference is not None and stats.retained_mass is not None and stats.retained_mass_least is not None:

@@ -54,6 +54,11 @@ def style(name: str) -> dict[str, Any]:
     return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
 
 
+def line(method: str) -> str:
+    """The line that a method is a point of: choices of the indexer that differ in how many tokens are one."""
+    return "dsa" if method.startswith("dsa:k=") else method
+
+
 def by_budget(metric: str, label: str) -> Callable[[Cells], Figure | None]:
     """A plot of a metric against the share of the cache that was read: tasks down, lengths across."""
 
@@ -81,17 +86,18 @@ def by_budget(metric: str, label: str) -> Callable[[Cells], Figure | None]:
 
 
 def _lines(axes: Axes, cells: Cells, metric: str) -> None:
+    cells = [cell | {"method": line(cell["method"])} for cell in cells]
     shares: set[float] = set()
     for name in methods(cells):
         own = sorted((cell for cell in cells if cell["method"] == name), key=lambda cell: cell["read"][0])
-        if own[0]["budget"] is None:
+        if own[0]["budget"] is None and len(own) == 1:
             axes.axhline(own[0][metric][0], color=style(name)["color"], linewidth=1, linestyle="--", label=name)
             continue
         x = [cell["read"][0] for cell in own]
         mean, low, high = np.array([cell[metric] for cell in own]).T
         spread = [np.maximum(mean - low, 0), np.maximum(high - mean, 0)]
         axes.errorbar(x, mean, yerr=spread, label=name, markersize=3, linewidth=1, elinewidth=0.6, **style(name))
-        shares.update(cell["tokens"] / cell["length"] for cell in own)
+        shares.update(cell["tokens"] / cell["length"] if cell["budget"] else cell["read"][0] for cell in own)
     axes.set_xscale("log")
     ticks = sorted(shares)
     axes.set_xticks(ticks, [f"{100 * share:.3g} %" for share in ticks])
@@ -117,8 +123,8 @@ def by_depth(cells: Cells) -> Figure | None:
         axes.grid(False)
     for axes in list(panels.flat)[len(names) :]:
         axes.set_axis_off()
-    budgets = ", ".join(dict.fromkeys(str(middle(shown, length)) for length in lengths))
-    figure.supxlabel(f"tokens (budget {budgets})")
+    budgets = ", ".join(dict.fromkeys(str(middle(shown, length)) for length in lengths if middle(shown, length)))
+    figure.supxlabel(f"tokens (budget {budgets})" if budgets else "tokens")
     figure.supylabel("depth of what is asked")
     figure.colorbar(image, ax=panels, label="answered", shrink=0.8)
     return figure

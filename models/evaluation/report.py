@@ -73,6 +73,7 @@ def overview(cells: Cells, metric: str = "exact") -> str:
     """Methods down, (length, budget) across: a metric as the mean over the tasks, the text apart."""
     cells = [cell for cell in cells if cell["task"] != "text" and metric in cell]
     places = sorted({(cell["length"], cell["tokens"], cell["budget"]) for cell in cells if cell["budget"] is not None})
+    places = places or sorted({(cell["length"], 0, None) for cell in cells})  # methods that take none, such as dsa
     lines = []
     for method in dict.fromkeys(cell["method"] for cell in sorted(cells, key=_rank)):
         own = [cell for cell in cells if cell["method"] == method]
@@ -81,7 +82,7 @@ def overview(cells: Cells, metric: str = "exact") -> str:
             found = [c[metric][0] for c in own if c["length"] == length and c["budget"] in (None, budget)]
             line.append(f"{sum(found) / len(found):.2f}" if found else "")
         lines.append(line)
-    heads = [f"{length:,}, {budget}" for length, _, budget in places]
+    heads = [f"{length:,}, {budget}" if budget else f"{length:,}" for length, _, budget in places]
     return markdown(["method", *heads], lines) if lines else NO_RUN
 
 

@@ -114,6 +114,13 @@ def test_tables_say_what_the_cells_say():
     assert "| quest | 0.75 |  |" in overview
 
 
+def test_methods_without_a_budget_stand_by_length():
+    cells = [a_cell(name, None, length) for name in ("dense", "dsa:k=4") for length in (512, 2048)]
+    overview = report.overview(cells)
+    assert "| method | 512 | 2,048 |" in overview
+    assert "| dsa:k=4 | 0.50 | 0.50 |" in overview
+
+
 def test_documents_are_filled_between_their_marks(tmp_path):
     folder = tmp_path / report.FOLDER
     folder.mkdir(parents=True)
@@ -163,3 +170,16 @@ def test_plots_are_drawn_and_repeat(tmp_path):
     assert np.isnan(grid[[0, 1, 3, 4, 5, 7]]).all()
     assert json.dumps([plots.middle(cells, 512)]) == '["1/8"]'
     assert plots.draw([], tmp_path / "none") == []
+
+
+def test_choices_of_an_indexer_are_points_of_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    from models.evaluation import plots
+
+    cells = [a_cell("dense", None, read=[1.0] * 3)]
+    cells += [a_cell(f"dsa:k={k}", None, read=[k / 512] * 3) for k in (32, 64)]
+    plots.draw(cells, tmp_path)
+    drawn = (tmp_path / "tiny-exact.svg").read_text()
+    assert drawn.count(">dsa<") == 1
+    assert all(label in drawn for label in (">6.25 %<", ">12.5 %<"))
+    assert "None" not in (tmp_path / "tiny-depth.svg").read_text()

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+CONTEXT = ("jax_default_matmul_precision", "jax_enable_x64")
+"""What a caller may set around a call, and what is traced depends on."""
+
 
 def executable(function: Any, arguments: tuple[Any, ...], **static: Any) -> Callable[..., Any]:
     """A jitted function, compiled for arguments of these shapes and for these static arguments, called without them.
@@ -20,8 +23,7 @@ def executable(function: Any, arguments: tuple[Any, ...], **static: Any) -> Call
     For the same ones, under the same precision of products, it is the same program.
     """
     leaves, tree = jax.tree.flatten(arguments)
-    # What a caller may set around a call, and what is traced depends on.
-    context = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+    context = tuple(getattr(jax.config, name) for name in CONTEXT)
     return _compiled(function, tuple(static.items()), tree, tuple(map(_abstract, leaves)), context)
 
 

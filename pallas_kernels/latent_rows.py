@@ -6,9 +6,9 @@ is multiplied together.
 
 Quantised latents become float16 with their scales in them, or float32 for float32 queries. In float16 NVFP4 is exact,
 and so is FP8 with scales that are powers of two from 2^-15 to 2^7, which are all that `write_latent` makes by default
-of latents up to 57,344; other scales are rounded to float16, larger latents become infinite. To keep the scales out of
-the products works for latents of any size and was slower, because each group of columns then needs probabilities of its
-own (H200, 128 rows of 2,048 latents, 16 heads: 87 us against 82).
+of latents up to 57,344; other scales are rounded to float16, and what FP8 rounds to more than 65,504 becomes infinite.
+To keep the scales out of the products works for latents of any size and was slower, because each group of columns then
+needs probabilities of its own (H200, 128 rows of 2,048 latents, 16 heads: 87 us against 82).
 """
 
 from __future__ import annotations

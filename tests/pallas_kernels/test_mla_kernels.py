@@ -139,7 +139,7 @@ def test_fp8_rows_of_any_size(dtype, exponent, implementation):
 
 @pytest.mark.parametrize("implementation", ["interpret", GPU])
 def test_fp8_rows_too_large_for_float16_are_seen(implementation):
-    """A latent above 57,344 makes what attends to it infinite or NaN, never a number that looks right."""
+    """A latent that float16 does not hold makes what it draws to itself infinite or NaN: no number that looks right."""
     rows = jnp.ones((1, 2, 130)).at[0, 1, :128].set(2.0**17)
     cache = store(rows, "fp8_ds_mla", 128)
     options = {"scale": 1.0, "value_dim": 128, "implementation": implementation}

@@ -35,9 +35,10 @@ def _order(cell: dict[str, Any]) -> tuple:
     return cell["model"], cell["task"], cell["length"], cell["tokens"] * (cell["budget"] is not None), _rank(cell)
 
 
-def _rank(cell: dict[str, Any]) -> tuple[int, str]:
+def _rank(cell: dict[str, Any]) -> tuple[int, int, str]:
     name = cell["method"]
-    return (INTERESTING.index(name) if name in INTERESTING else len(INTERESTING)), name
+    number = int("".join(filter(str.isdigit, name)) or 0)  # dsa:k=64 before dsa:k=128
+    return (INTERESTING.index(name) if name in INTERESTING else len(INTERESTING)), number, name
 
 
 def _text(cell: dict[str, Any], column: str) -> str:

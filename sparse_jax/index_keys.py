@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from sparse_jax.quantization import (
     finite_amax,
     from_bytes,
     places,
+    register_pool,
     to_e4m3,
 )
 from sparse_jax.validation import as_float, as_ids, as_int, check_shape, require
@@ -67,19 +67,7 @@ class IndexKeys:
         return keys, from_bytes(self.data[:, end:], jnp.float32)
 
 
-def _flatten(keys: IndexKeys) -> tuple[Any, Any]:
-    return ((jax.tree_util.GetAttrKey("data"), keys.data),), (keys.page_size, keys.dim)
-
-
-def _unflatten(static: Any, leaves: Iterable[Any]) -> IndexKeys:
-    # Not through the constructor: a tree may hold None, a sharding, or a stack of pools.
-    keys = object.__new__(IndexKeys)
-    for field, value in zip(dataclasses.fields(IndexKeys), (*leaves, *static), strict=True):
-        object.__setattr__(keys, field.name, value)
-    return keys
-
-
-jax.tree_util.register_pytree_with_keys(IndexKeys, _flatten, _unflatten)
+register_pool(IndexKeys)
 
 
 def create_index_keys(pages: int, page_size: int, dim: int = 128) -> IndexKeys:

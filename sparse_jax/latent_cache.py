@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -36,6 +35,7 @@ from sparse_jax.quantization import (
     finite_amax,
     from_bytes,
     places,
+    register_pool,
     to_e4m3,
 )
 from sparse_jax.validation import as_array, as_float, as_ids, as_int, check_shape, require
@@ -83,19 +83,7 @@ class LatentCache:
             )
 
 
-def _flatten(cache: LatentCache) -> tuple[Any, Any]:
-    return ((jax.tree_util.GetAttrKey("data"), cache.data),), (cache.format, cache.latent_dim, cache.rope_dim)
-
-
-def _unflatten(static: Any, leaves: Iterable[Any]) -> LatentCache:
-    # Not through the constructor: a tree may hold None, a sharding, or a stack of caches.
-    cache = object.__new__(LatentCache)
-    for field, value in zip(dataclasses.fields(LatentCache), (*leaves, *static), strict=True):
-        object.__setattr__(cache, field.name, value)
-    return cache
-
-
-jax.tree_util.register_pytree_with_keys(LatentCache, _flatten, _unflatten)
+register_pool(LatentCache)
 
 
 def latent_bytes(format: str, latent_dim: int = 512, rope_dim: int = 64) -> int:

@@ -6,8 +6,10 @@ and NaN stays NaN. Rounding is to nearest, ties to even. Zeros get the least sca
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -121,3 +123,22 @@ def from_bytes(raw: jax.Array, dtype: Any) -> jax.Array:
     """[..., bytes / itemsize] of raw u8[..., bytes]."""
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(raw if size == 1 else raw.reshape(*raw.shape[:-1], -1, size), dtype)
+
+
+def register_pool(cls: type) -> None:
+    """Makes a dataclass a pytree whose one leaf is its first field `data`; the others are static.
+
+    Trees are not put together through the constructor: they may hold None, a sharding, or a stack of pools.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(pool: Any) -> tuple[Any, Any]:
+        return ((jax.tree_util.GetAttrKey("data"), pool.data),), tuple(getattr(pool, name) for name in names[1:])
+
+    def unflatten(static: Any, leaves: Iterable[Any]) -> Any:
+        pool: Any = object.__new__(cls)
+        for name, value in zip(names, (*leaves, *static), strict=True):
+            object.__setattr__(pool, name, value)
+        return pool
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)

@@ -40,7 +40,8 @@ def make_batch(chosen, page_size, rows=ROWS, seed=0):
     return token_ids, table, rng.integers(0, REQUESTS, rows).astype(np.int32)
 
 
-@pytest.mark.parametrize(("chosen", "page_size"), [(128, 16), (256, 64), (512, 128)])
+@pytest.mark.parametrize("chosen", [128, 256, 512])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_decode_rows(chosen, page_size):
     batch = make_batch(chosen, page_size)
     got = to_slots(*batch, page_size=page_size)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib.resources
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,14 @@ from models import checkpoints
 from models.generate import Generation, generate
 from models.reference import ReferenceCorrection
 from models.speculation import Speculation
-from models.speculation_overlapped import Overlapped, create_held, overlapped_round
+from models.speculation_overlapped import Overlapped, create_held, dispatch, overlapped_round
 from sparse_jax.bench.entries import Candidate, Entry, measure
+from sparse_jax.bench.profiler import profile
 from sparse_jax.bench.report import Row
+from sparse_jax.bench.step import WATCHED
 from sparse_jax.bench.timing import Effort, Plan, Timing
+
+WATCHED_ROUNDS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,14 @@ class Way(NamedTuple):
     queued: bool = False  # rounds are dispatched, and none is read
 
 
+class Watched(Overlapped):
+    """Rounds that are launched in the same way whether a profiler watches or not."""
+
+    def _compiled(self, *arguments: Any) -> Callable[..., Any]:
+        static = {"graph": self._graph, "options": self.options, "speculation": self.speculation}
+        return dispatch.lower(*arguments, **static).compile(compiler_options=WATCHED)
+
+
 class Run:
     """Continues the texts of a case in one way; times are microseconds of one token of one request."""
 
@@ -78,24 +90,34 @@ class Run:
         # Each run tells details of its own; those of the median belong beside it.
         runs = sorted(((self._run(), self.details) for _ in range(min(effort.repeats, 5))), key=lambda run: run[0])
         median, self.details = runs[len(runs) // 2]
+        if self.way.overlapped and jax.default_backend() == "gpu":
+            self.details |= self._watch()
         return Timing(median, runs[0][0], runs[-1][0])
 
-    def _run(self) -> float:
-        way = self.way
+    def _begin(self) -> Generation:
+        """The prompts are in the cache, and each text has its first token."""
         generation = generate(
-            self.model, self.prompts, max_tokens=self.case.tokens, stop_ids=(), reference=way.reference,
-            speculation=way.speculation,
+            self.model, self.prompts, max_tokens=self.case.tokens, stop_ids=(), reference=self.way.reference,
+            speculation=self.way.speculation,
         )  # fmt: skip
         next(iter(generation))
+        return generation
+
+    def _run(self) -> float:
+        way, generation = self.way, self._begin()
         if way.queued:
             return self._queue(generation)
         if way.overlapped:
             assert way.speculation is not None
             rounds = Overlapped(self.model, generation.state, generation.options, way.speculation)
-            start = time.perf_counter()
-            count = sum(len(new) for news in rounds for new in news)
-            seconds = time.perf_counter() - start
+            count, times = 0, [time.perf_counter()]
+            for news in rounds:
+                count += sum(map(len, news))
+                times.append(time.perf_counter())
+            seconds = time.perf_counter() - times[0]
             self._tell(seconds, count, rounds.rounds, rounds.accepted / rounds.drafted)
+            if len(times) > 2:
+                self.details["us between rounds"] = float(np.median(np.diff(times[1:]))) * 1e6
         else:
             start = time.perf_counter()
             count = sum(len(new) for chunk in generation for new in chunk.tokens)
@@ -103,6 +125,19 @@ class Run:
             rounds_of_all = count / (stats.tokens_per_round or 1)
             self._tell(seconds, count, rounds_of_all, stats.acceptance)
         return seconds / count * 1e6
+
+    def _watch(self) -> dict[str, float]:
+        """Whether the device waits for the host, as a profiler sees it in the midst of a generation."""
+        generation = self._begin()
+        assert self.way.speculation is not None
+        rounds = iter(Watched(self.model, generation.state, generation.options, self.way.speculation))
+        next(rounds)
+        seen = profile(lambda: [next(rounds) for _ in range(WATCHED_ROUNDS)], WATCHED_ROUNDS, runs=1)
+        return {
+            "device busy": seen.busy,
+            "kernel us a round": seen.microseconds,
+            "longest gap us": seen.idle[0] if seen.idle else 0.0,
+        }
 
     def _tell(self, seconds: float, tokens: int, rounds: float, acceptance: float | None) -> None:
         self.details = {"tokens/s": tokens / seconds, "us a round": seconds / rounds * self.case.batch * 1e6}

@@ -133,7 +133,8 @@ def _end(state: DecodeState, ended: jax.Array) -> tuple[DecodeState, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "options", "speculation"), donate_argnames=("state", "held"))
-def _dispatch(params, state, held, ended, graph, options, speculation):
+def dispatch(params, state, held, ended, graph, options, speculation):
+    """`overlapped_round` as a program of its own: (state, held, the packed report)."""
     state, held, report = overlapped_round(nnx.merge(graph, params), state, held, ended, options, speculation)
     return state, held, report.packed()
 
@@ -324,11 +325,15 @@ class Overlapped:
             ended, self._to_release = jnp.array(self._to_release), np.zeros_like(self._to_release)
         capacity = 0 if self.held is None else self.held.store.capacity
         if capacity not in self._rounds:
-            static = {"graph": self._graph, "options": self.options, "speculation": self.speculation}
-            self._rounds[capacity] = executable(_dispatch, (self._params, self.state, self.held, ended), **static)
+            self._rounds[capacity] = self._compiled(self._params, self.state, self.held, ended)
         self.state, self.held, report = self._rounds[capacity](self._params, self.state, self.held, ended)
         report.copy_to_host_async()
         self._flying.append(report)
+
+    def _compiled(self, *arguments: Any) -> Callable[..., Any]:
+        """The program of a round."""
+        static = {"graph": self._graph, "options": self.options, "speculation": self.speculation}
+        return executable(dispatch, arguments, **static)
 
     def _make_room(self) -> None:
         """Let the references grow to what the next round may keep: positions on the host are upper bounds."""

@@ -1,4 +1,4 @@
-"""What JAX's profiler saw: time and launches of each kernel, and which CUDA calls the host made."""
+"""What JAX's profiler saw: time and launches of each kernel, when the GPU was idle, and which CUDA calls the host made."""
 
 import collections
 import pathlib
@@ -24,11 +24,18 @@ class Profile(NamedTuple):
 
     kernels: dict[str, KernelTime]  # by falling time
     host: dict[str, float]  # CUDA calls that launch, copy or wait, and how often
+    idle: tuple[float, ...] = ()  # microseconds between first and last kernel of all calls with none running, falling
+    span: float = 0.0  # microseconds from the first kernel's start to the last one's end, of all calls
 
     @property
     def microseconds(self) -> float:
         """Time that kernels were running."""
         return sum(kernel.microseconds for kernel in self.kernels.values())
+
+    @property
+    def busy(self) -> float:
+        """Share of the time from the first kernel to the last during which one was running."""
+        return 1 - sum(self.idle) / self.span if self.span else 0.0
 
     @property
     def launches(self) -> float:
@@ -50,12 +57,14 @@ def profile(run: Callable[[], Any], calls: int = 1, runs: int = 3) -> Profile:
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
     total, launches, host = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
+    running: list[tuple[float, float]] = []
     for plane in planes:
         for line in plane.lines:
             if "/device:GPU" in plane.name and "Stream" in line.name:
                 for event in line.events:
                     total[event.name] += event.duration_ns
                     launches[event.name] += 1
+                    running.append((event.start_ns, event.start_ns + event.duration_ns))
             elif "/host" in plane.name:
                 host.update(event.name for event in line.events if CUDA_LAUNCH.match(event.name))
     per_call = 1 / (runs * calls)
@@ -63,4 +72,15 @@ def profile(run: Callable[[], Any], calls: int = 1, runs: int = 3) -> Profile:
         name: KernelTime(nanoseconds / 1e3 * per_call, launches[name] * per_call)
         for name, nanoseconds in total.most_common()
     }
-    return Profile(kernels, {name: count * per_call for name, count in host.most_common()})
+    return Profile(kernels, {name: count * per_call for name, count in host.most_common()}, *idle_between(running))
+
+
+def idle_between(running: list[tuple[float, float]]) -> tuple[tuple[float, ...], float]:
+    """(gaps between intervals of nanoseconds in which none runs, falling; from the first start to the last end)."""
+    gaps, free = [], min((start for start, _ in running), default=0.0)
+    first = free
+    for start, end in sorted(running):
+        if start > free:
+            gaps.append((start - free) / 1e3)
+        free = max(free, end)
+    return tuple(sorted(gaps, reverse=True)), (free - first) / 1e3

@@ -260,7 +260,7 @@ def test_without_references_the_text_is_that_of_plain_decoding_and_no_pool_is_co
     expected, _ = plain(model, state, TOKENS, options)
     static = {"graph": nnx.split(model)[0], "options": options, "speculation": SPECULATION}
     arguments = nnx.split(model)[1], state, None, jnp.zeros(REQUESTS, bool)
-    memory = speculation_overlapped._dispatch.lower(*arguments, **static).compile().memory_analysis()
+    memory = speculation_overlapped.dispatch.lower(*arguments, **static).compile().memory_analysis()
     statistics = sum(leaf.nbytes for leaf in jax.tree.leaves(state.selector))
     assert memory.temp_size_in_bytes < 1.2 * statistics + state.paged.kv.k.nbytes // 8
     rounds = Overlapped(model, state, options, SPECULATION)

@@ -1,5 +1,6 @@
 """Chains, the profiler's reader, and entries: what is compiled first, timed later, and what becomes of failures."""
 
+import itertools
 import types
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_jax.bench import cases, entries, timing
+from sparse_jax.bench import cases, entries, profiler, timing
 from tests.sparse_jax.bench.shapes import BRIEF, any_timing, row
 
 PLAN = timing.Plan(BRIEF, 1e12)
@@ -59,8 +60,13 @@ def watched(monkeypatch):
 
     def write(nanoseconds):
         def line(name, *events):
-            events = [types.SimpleNamespace(name=event, duration_ns=nanoseconds) for event in events]
-            return types.SimpleNamespace(name=name, events=events * 6)
+            # One after the other, and 1,000 ns between them.
+            starts = itertools.count(0, nanoseconds + 1000)
+            events = [
+                types.SimpleNamespace(name=event, start_ns=next(starts), duration_ns=nanoseconds)
+                for event in events * 6
+            ]
+            return types.SimpleNamespace(name=name, events=events)
 
         streams = [line("Stream #7", "a"), line("Stream #8", "b", "b"), line("XLA Ops", "a")]
         gpu = types.SimpleNamespace(name="/device:GPU:0", lines=streams)
@@ -81,6 +87,15 @@ def test_kernel_time_is_the_sum_over_streams_where_believable(watched, nanosecon
         assert list(seen.kernels) == ["b", "a"]  # the longest first
         assert (seen.microseconds, seen.launches) == (12.0, 3.0)
         assert seen.host == {"cuGraphLaunch": 1.0}
+        # The streams run beside each other; the longer one has 12 kernels.
+        assert (seen.idle, seen.span) == ((1.0,) * 11, 12 * 4.0 + 11)
+        assert seen.busy == pytest.approx(48 / 59)
+
+
+def test_time_without_a_kernel_is_found_across_streams():
+    running = [(2000, 5000), (0, 1500), (4000, 4500), (9000, 10_000), (5000, 6000)]
+    assert profiler.idle_between(running) == ((3.0, 0.5), 10.0)
+    assert profiler.idle_between([]) == ((), 0.0)
 
 
 def test_a_profiler_that_fails_costs_no_measurement(monkeypatch):

@@ -1,4 +1,4 @@
-"""What JAX's profiler saw: time and launches of each kernel, when the GPU was idle, and which CUDA calls the host made."""
+"""What JAX's profiler saw: time and launches of each kernel, when the GPU was idle, and what calls the host made."""
 
 import collections
 import pathlib

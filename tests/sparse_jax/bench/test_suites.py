@@ -355,7 +355,7 @@ def test_suites_on_a_gpu_time_the_kernels_and_find_them_right(monkeypatch):
     monkeypatch.setattr(topk, "CASES", (TINY_TOP_K,))
     monkeypatch.setattr(step, "CASES", (dataclasses.replace(TINY_STEP, attention=case),))
     monkeypatch.setattr(reference, "CASES", (case,))
-    latents = dataclasses.replace(TINY_MLA, heads=16, latent_dim=64, rope_dim=16, dtype="bfloat16")
+    latents = dataclasses.replace(TINY_MLA, heads=16, latent_dim=128, rope_dim=16, dtype="bfloat16")
     monkeypatch.setattr(mla, "CASES", (latents,))
     for suite in suites.SUITES:
         result = run(suite, effort=BRIEF)

@@ -28,6 +28,7 @@ from models.deepseek_config import IndexerConfig as IndexerConfig
 from models.experts import MLP, MixtureOfExperts, matrix
 from models.experts import ExpertsConfig as ExpertsConfig
 from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
+from models.latent_attention import Choice
 from models.latent_layers import LatentAttention
 from models.layers import RMSNorm, check_loops
 from models.rotary import Yarn as Yarn
@@ -52,9 +53,15 @@ class Layer(nnx.Module):
             self.mlp = MLP(hidden, wide, rngs=rngs, param_dtype=param_dtype)
 
     def __call__(
-        self, h: jax.Array, positions: jax.Array, plane: jax.Array, attend: Attend, cache: Cache, chosen
-    ) -> tuple[jax.Array, jax.Array | None, Cache]:
-        """Add both branches to h [B, S, H] -> (h, chosen tokens for the layers that follow, new cache)."""
+        self,
+        h: jax.Array,
+        positions: jax.Array,
+        plane: jax.Array,
+        attend: Attend,
+        cache: Cache,
+        chosen: Choice | None,
+    ) -> tuple[jax.Array, Choice | None, Cache]:
+        """Add both branches to h [B, S, H] -> (h, what the layers that follow see, new cache)."""
         mixed, chosen, cache = self.self_attn(self.input_layernorm(h), positions, plane, attend, cache, chosen)
         h = h + mixed
         return h + self.mlp(self.post_attention_layernorm(h)), chosen, cache
@@ -153,7 +160,7 @@ class Deepseek(nnx.Module):
         plane = jnp.int32(self.config.num_layers + extra)
         return self.extra[extra](hidden, self.embed(tokens), positions, plane, attend, cache)
 
-    def causal(self, plane, q, k, v, cache: Cache) -> tuple[tuple[jax.Array, jax.Array | None], Cache]:
+    def causal(self, plane, q, k, v, cache: Cache) -> tuple[tuple[jax.Array, Choice | None], Cache]:
         """Attention inside the sequence itself, as the model defines it; an `Attend` that leaves the cache alone."""
         return latent_attention.causal(q, k[:, :, 0], v[:, :, 0], self.attention), cache
 

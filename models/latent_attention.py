@@ -7,6 +7,7 @@ pool of values holds the keys of the indexer. A head h reads the same numbers in
     absorbed          q = [W_UK^T q_nope | q_pe],  k = [c | k_pe],  out = W_UV (sum of p c)     (multi-query)
 
 With an indexer, a query sees the `topk` tokens that it scores highest, whichever the form; ties go to earlier tokens.
+A layer with an indexer chooses for those without that follow it, and finds the slots once for all of them (`Choice`).
 Legend: B requests, S or T tokens, Hq heads, d_n / d_r / d_v widths of a head (without position, rotary, value),
 d_c latent width, E = d_c + d_r, P tokens of a page, C chosen tokens. In einsum strings: b, s, n (head), d, v, c.
 
@@ -14,7 +15,7 @@ Source: DeepSeek-V2, arXiv 2405.04434, and DeepSeek-V3.2.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,13 @@ def _static() -> Any:
     return dataclasses.field(metadata={"static": True})
 
 
+class Choice(NamedTuple):
+    """What a leader chose, for itself and for the layers that follow it."""
+
+    tokens: jax.Array  # i32[B, S, C] token ids ascending, then -1
+    slots: jax.Array  # i32[B, S, C] where they lie: in plane 0 of the paged cache, inside a sequence in its own pages
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentQuery:
@@ -46,33 +54,33 @@ class LatentQuery:
     w_uv: jax.Array  # [1, 1, Hq, d_v, d_c]
     index_q: jax.Array | None  # [B, S, index heads, d_I]; None in a layer without indexer
     index_weights: jax.Array | None  # f32[B, S, index heads]
-    chosen: jax.Array | None  # i32[B, S, C] what the leader chose, for a layer without indexer
+    chosen: Choice | None  # of the leader, for a layer without indexer
     scale: float = _static()
     topk: int | None = _static()  # None: the model has no indexer
 
 
 def causal(
     q: LatentQuery, latents: jax.Array, index_keys: jax.Array, implementation: Any = None
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Choice | None]:
     """Attention inside sequences: latents [B, S, E], index_keys [B, S, d_I] at positions 0 .. S-1.
 
     Multi-head form, with a mask where the indexer chooses; absorbed form over the chosen tokens where that multiplies
     less, which is so for long sequences. implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S,
-    Hq, d_v], chosen i32[B, S, topk], or None where everything is seen because S is at most topk).
+    Hq, d_v], the Choice of topk tokens, or None where everything is seen because S is at most topk).
     """
     options, v_width = {"scale": q.scale, "implementation": implementation}, q.w_uv.shape[-2]
     if q.topk is None or latents.shape[1] <= q.topk:
         heads = _same_width(*multi_head(q, latents))
         return jax.nn.dot_product_attention(*heads, is_causal=True, **options)[..., :v_width], None
     chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
-    assert chosen is not None
+    assert chosen is not None  # the first layer has an indexer
     width = q.w_uk.shape[-1]
     # Multiplications of a head and query: a mask spares none, so a causal one costs all S keys.
     masked = latents.shape[1] * (q.q_nope.shape[-1] + q.q_pe.shape[-1] + v_width)
     if q.topk * (latents.shape[-1] + width) < masked:
-        return _gathered(q, latents, chosen), chosen
+        return _gathered(q, latents, chosen.slots), chosen
     queries, keys, values = _same_width(*multi_head(q, latents))
-    return _masked(queries, keys, values, chosen, options)[..., :v_width], chosen
+    return _masked(queries, keys, values, chosen.tokens, options)[..., :v_width], chosen
 
 
 def multi_head(q: LatentQuery, latents: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -110,8 +118,8 @@ def _as_pages(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % page_size), (0, 0)]).reshape(-1, page_size, rows.shape[2])
 
 
-def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> jax.Array:
-    """What each token of a sequence sees, i32[B, S, topk] ascending, then -1; the sequence is a pool of pages."""
+def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> Choice:
+    """What each token of a sequence sees, topk of them; the sequence is a pool of pages."""
     requests, tokens = index_keys.shape[:2]
     keys = _as_pages(index_keys)
     table = jnp.arange(keys.shape[0], dtype=jnp.int32).reshape(requests, -1)
@@ -123,7 +131,9 @@ def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> jax.Array:
         return _choose(index_q, weights, keys, table, lengths, positions, q.topk, None)
 
     blocks = jax.tree.map(_blocks, (q.index_q, q.index_weights, positions))
-    return _together(jax.lax.map(block, blocks), tokens)
+    chosen = _together(jax.lax.map(block, blocks), tokens)
+    first = jnp.arange(requests, dtype=jnp.int32)[:, None, None] * (table.shape[1] * keys.shape[1])
+    return Choice(chosen, jnp.where(chosen >= 0, first + chosen, -1))
 
 
 def _masked(queries, keys, values, chosen: jax.Array, options: dict[str, Any]) -> jax.Array:
@@ -140,18 +150,15 @@ def _masked(queries, keys, values, chosen: jax.Array, options: dict[str, Any]) -
     return _together(jax.lax.map(block, (_blocks(queries), _blocks(chosen))), tokens)
 
 
-def _gathered(q: LatentQuery, latents: jax.Array, chosen: jax.Array) -> jax.Array:
-    """The same [B, S, Hq, d_v] in absorbed form, of latents [B, S, E]: only the chosen ones are read."""
-    requests, tokens = chosen.shape[:2]
+def _gathered(q: LatentQuery, latents: jax.Array, slots: jax.Array) -> jax.Array:
+    """The same [B, S, Hq, d_v] in absorbed form, of latents [B, S, E]: only those in slots i32[B, S, C] are read."""
     pool = _as_pages(latents)
-    first = jnp.arange(requests, dtype=jnp.int32)[:, None, None] * (pool.shape[0] * pool.shape[1] // requests)
-    slots = jnp.where(chosen >= 0, first + chosen, -1)
 
     def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, slots = x
         return sparse_jax.mla_sparse_attention(rows, pool, slots, scale=q.scale, value_dim=q.w_uk.shape[-1]).out
 
-    out = _together(jax.lax.map(block, (_blocks(_absorbed(q)), _blocks(slots))), tokens)
+    out = _together(jax.lax.map(block, (_blocks(_absorbed(q)), _blocks(slots))), latents.shape[1])
     return jnp.einsum("bsnc,nvc->bsnv", out, q.w_uv[0, 0])
 
 
@@ -183,51 +190,58 @@ def attend(
     v_pages: jax.Array,
     view: PageView,
     *,
+    plane: Any = 0,
     q_positions: jax.Array | None = None,
     implementation: str | None = None,
 ) -> Attended:
     """One step of one plane, absorbed form: q [B, T], k_pages [planes * N, 1, P, E], v_pages [planes * N, 1, P, d_I].
 
-    selector: "dsa", the indexer's choice, or "dense", everything; q_positions i32[B, T]: as in `paged_attention`. The
-    `out` of the result is (out [B, T, Hq, d_v], chosen i32[B, T, C] for the layers that follow). Raises ValueError for
-    another selector, and for "dsa" without an indexer.
+    selector: "dsa", the indexer's choice, or "dense", everything; plane: an int or i32[], of `view`; q_positions
+    i32[B, T]: as in `paged_attention`. A layer that chooses converts its ids to slots of plane 0, and the layers that
+    follow it move these to their own planes. The `out` of the result is (out [B, T, Hq, d_v], the Choice for them).
+    Raises ValueError for another selector, and for "dsa" without an indexer.
     """
     page_size = k_pages.shape[2]
     latents, keys = (pages.reshape(-1, page_size, pages.shape[-1]) for pages in (k_pages, v_pages))
+    pages = latents.shape[0] if view.pages is None else view.pages
     view = inside_pool(view, latents.shape[0])
-    requests, rows = q.q_nope.shape[:2]
+    k, rows = tokens_chosen(selector, q.topk), q.q_nope.shape[1]
     capacity = view.page_table.shape[1] * page_size
-    k = tokens_chosen(selector, q.topk)
     if k is None:
         if q_positions is None:
             q_positions = view.lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)
         token = jnp.arange(capacity, dtype=jnp.int32)
         seen = jnp.minimum(q_positions + 1, view.lengths[:, None])
-        chosen = jnp.where(token < seen[..., None], token, -1)
+        chosen = _with_slots(jnp.where(token < seen[..., None], token, -1), view, plane, pages, page_size)
         read = jnp.clip(seen.max(axis=1, keepdims=True), 0, capacity)  # the rows share one walk
     else:
         if q.index_q is None:
-            assert q.chosen is not None
+            assert q.chosen is not None  # the first layer has an indexer
             chosen = q.chosen
         else:
-            k = min(k, capacity)
-            chosen = _choose(
-                q.index_q, q.index_weights, keys, view.page_table, view.lengths, q_positions, k, implementation
-            )
-        read = (chosen >= 0).sum(axis=(1, 2), dtype=jnp.int32)[:, None]
-    request = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), rows)
-    flat = chosen.reshape(requests * rows, -1)
-    slots = sparse_jax.to_slots(flat, view.page_table, request, page_size=page_size, lengths=view.lengths)
+            of_index = q.index_q, q.index_weights, keys, view.page_table, view.lengths, q_positions
+            tokens = _choose(*of_index, min(k, capacity), implementation)
+            chosen = _with_slots(tokens, view, plane, pages, page_size)
+        read = (chosen.tokens >= 0).sum(axis=(1, 2), dtype=jnp.int32)[:, None]
     output = sparse_jax.mla_sparse_attention(
         _absorbed(q),
         latents,
-        slots.reshape(chosen.shape),
+        sparse_jax.plane_slots(chosen.slots, plane, pages=pages, page_size=page_size),
         scale=q.scale,
         value_dim=q.w_uk.shape[-1],
         implementation=implementation,
     )
     out: Any = jnp.einsum("bsnc,nvc->bsnv", output.out, q.w_uv[0, 0]), chosen
-    return Attended(output._replace(out=out), state, read, chosen.reshape(requests, 1, -1))
+    return Attended(output._replace(out=out), state, read, chosen.tokens.reshape(view.lengths.size, 1, -1))
+
+
+def _with_slots(tokens: jax.Array, view: PageView, plane: Any, pages: int, page_size: int) -> Choice:
+    """Tokens i32[B, T, C] of a view of one plane, and their slots in plane 0; a plane has `pages` pages."""
+    table = jnp.where(view.page_table >= 0, view.page_table - plane * pages, -1)
+    request = jnp.repeat(jnp.arange(tokens.shape[0], dtype=jnp.int32), tokens.shape[1])
+    rows = tokens.reshape(request.size, -1)
+    slots = sparse_jax.to_slots(rows, table, request, page_size=page_size, lengths=view.lengths)
+    return Choice(tokens, slots.reshape(tokens.shape))
 
 
 def tokens_chosen(selector: Selector, topk: int | None) -> int | None:

@@ -17,7 +17,7 @@ from flax import nnx
 from models.deepseek_config import DeepseekConfig, IndexerConfig
 from models.experts import matrix
 from models.interface import Attend, Cache
-from models.latent_attention import LatentQuery
+from models.latent_attention import Choice, LatentQuery
 from models.layers import RMSNorm
 from models.rotary import rotate
 from sparse_jax import hadamard
@@ -103,8 +103,8 @@ class LatentAttention(nnx.Module):
         plane: jax.Array,
         attend: Attend,
         cache: Cache,
-        chosen: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None, Cache]:
+        chosen: Choice | None,
+    ) -> tuple[jax.Array, Choice | None, Cache]:
         """Attend from x [B, S, H] at positions i32[B, S] -> (out [B, S, H], chosen tokens, new cache).
 
         chosen: what the leader of this layer chose. `attend` gets a LatentQuery, the rows [B, S, 1, E] and the

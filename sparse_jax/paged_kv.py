@@ -4,6 +4,7 @@ Who owns which page is the business of `sparse_jax.paging`; ids here are already
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,14 @@ class PagedKV:
     pages = property(lambda self: self.k.shape[1])
     kv_heads = property(lambda self: self.k.shape[2])
     page_size = property(lambda self: self.k.shape[3])
+
+
+def create(shape: tuple[int, int, int, int], key_width: int, value_width: int, dtype: Any) -> PagedKV:
+    """Zeros: shape is (planes, N, Hkv, P). Raises ValueError for a type other than a float of 1, 2 or 4 bytes."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in (8, 16, 32):
+        raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
+    return PagedKV(jnp.zeros((*shape, key_width), dtype), jnp.zeros((*shape, value_width), dtype))
 
 
 def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:

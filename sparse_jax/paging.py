@@ -82,6 +82,7 @@ class PageView:
     page_table: jax.Array  # i32[B, W] pages of the flattened pool, plane * N + page; -1 absent
     lengths: jax.Array  # i32[B]
     stale: jax.Array  # i32[] table entries that were hidden because they are not live
+    pages: int | None = dataclasses.field(default=None, metadata={"static": True})  # N; None: there are no other planes
 
 
 def create(
@@ -102,15 +103,12 @@ def create(
     same with value_width (default key_width). Raises ValueError with the values seen.
     """
     value_width = key_width if value_width is None else value_width
-    dtype = jnp.dtype(dtype)
     sizes = {"planes": planes, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "key_width": key_width}
     sizes |= {"value_width": value_width, "requests": requests, "pages_per_request": pages_per_request}
     if wrong := {name: size for name, size in sizes.items() if not isinstance(size, int | np.integer) or size < 1}:
         raise ValueError(f"sizes are integers from 1 up, got {wrong}")
     if page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in (8, 16, 32):
-        raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
     if (slots := planes * pages * page_size) > INT32_MAX:
         raise ValueError(f"slots are int32: planes * pages * page_size = {slots} is above {INT32_MAX} ({sizes})")
     if (tokens := pages_per_request * page_size) > INT32_MAX:
@@ -124,10 +122,7 @@ def create(
             lengths=jnp.zeros(requests, jnp.int32),
             status=jnp.full(requests, OK, jnp.int32),
         ),
-        kv=PagedKV(
-            k=jnp.zeros((planes, pages, kv_heads, page_size, key_width), dtype),
-            v=jnp.zeros((planes, pages, kv_heads, page_size, value_width), dtype),
-        ),
+        kv=paged_kv.create((planes, pages, kv_heads, page_size), key_width, value_width, dtype),
     )
 
 
@@ -221,7 +216,7 @@ def view(state: PagedState, plane: jax.Array) -> PageView:
     plane, inside = _plane(state, plane)
     alive = slot_pool.live(state.pool, table.pages, table.incarnations)
     pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
-    return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive))
+    return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive), kv.pages)
 
 
 def flat_slots(state: PagedState, plane: jax.Array, reservation: Reservation) -> jax.Array:

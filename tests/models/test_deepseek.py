@@ -9,12 +9,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import sparse_jax
 from models import generate as generation
+from models.decode import decode_step
 from models.deepseek import Deepseek, DeepseekConfig, IndexerConfig
 from models.generate import generate
 from models.loops import Cache, Step
-from sparse_jax import selectors
-from tests.models.deepseek_setting import INDEXER, decoded, empty, prefill, random_tokens, small_deepseek
+from sparse_jax import paging, selectors
+from tests.models.deepseek_setting import (
+    INDEXER,
+    PAGE_SIZE,
+    PAGES,
+    decoded,
+    empty,
+    prefill,
+    random_tokens,
+    small_deepseek,
+)
 
 SHARED = IndexerConfig(**(vars(INDEXER) | {"pattern": "FSF", "interleaved": True, "hadamard": True}))
 full = nnx.jit(lambda model, tokens: model.logits(model.forward(tokens).hidden[0]))
@@ -90,6 +101,38 @@ def test_several_rows_of_a_step_choose_as_in_steps_of_their_own(name):
     np.testing.assert_allclose(logits[0], expected[0, 8:11], atol=1e-4, rtol=0)
     np.testing.assert_allclose(logits[1, :2], expected[1, 7:9], atol=1e-4, rtol=0)
     np.testing.assert_array_equal(reads, [[15, 10] if name == "dsa" else [11, 9]] * 3)
+
+
+def test_a_leader_converts_once_and_its_group_reads_the_same_tokens(monkeypatch):
+    """The groups are layers 0 and 1, and layer 2."""
+    model = Deepseek(small_deepseek(indexer=SHARED, experts=None), rngs=nnx.Rngs(4))
+    k, v = (jax.random.normal(jax.random.key(width), (3, 2, 9, 1, width)) for width in (20, 8))
+    paged, _ = paging.append(empty(model.config, 2), k, v, jnp.array([9, 6]))
+    to_slots, attention = sparse_jax.to_slots, sparse_jax.mla_sparse_attention
+    converted, read = [], []
+
+    def converting(*arguments, **options):
+        converted.append(to_slots(*arguments, **options))
+        return converted[-1]
+
+    def reading(q, pool, slots, **options):
+        read.append(slots)
+        return attention(q, pool, slots, **options)
+
+    monkeypatch.setattr(sparse_jax, "to_slots", converting)
+    monkeypatch.setattr(sparse_jax, "mla_sparse_attention", reading)
+
+    @nnx.jit
+    def run(model, paged):
+        decode_step(model, jnp.array([3, 4]), jnp.array([9, 6]), paged, selectors.get("dsa"), ())
+        return converted, read
+
+    (first, second), read = run(model, paged)
+    assert len(read) == 3
+    for plane, layer in enumerate(model.config.index_layers):
+        slots = {0: first, 2: second}[layer.leader]
+        assert (np.asarray(slots) >= 0).sum(axis=1).tolist() == [5, 5]
+        np.testing.assert_array_equal(read[plane][:, 0], slots + plane * PAGES * PAGE_SIZE)
 
 
 def test_what_comes_later_changes_nothing(model):

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sparse_jax
 from models import latent_attention
-from models.latent_attention import LatentQuery
-from sparse_jax import selectors
+from models.latent_attention import Choice, LatentQuery
+from sparse_jax import selectors, to_slots
 from sparse_jax.paging import PageView
 
 DENSE, DSA = selectors.get("dense"), selectors.get("dsa")
@@ -93,8 +94,9 @@ def test_both_forms_are_those_of_numpy():
 
 def test_a_step_says_what_it_chose_and_read():
     attended = stepped(QUERY, DSA)
-    _, chosen = attended.output.out
+    _, (chosen, slots) = attended.output.out
     for request, row in np.ndindex(2, 3):
+        assert slots[request, row].tolist() == [TABLE[request, x // P] * P + x % P for x in chosen[request, row]]
         assert chosen[request, row].tolist() == numpy_choice(request, TOKENS - 3 + row)
     np.testing.assert_array_equal(attended.tokens_read, [[12], [12]])
     np.testing.assert_array_equal(attended.positions, np.asarray(chosen).reshape(2, 1, 12))
@@ -107,25 +109,25 @@ def test_many_blocks_of_queries_are_those_of_one(monkeypatch):
     monkeypatch.setattr(latent_attention, "QUERY_BLOCK", 4)
     many = latent_attention.causal(QUERY, LATENTS, KEYS)
     np.testing.assert_allclose(many[0], one[0], atol=1e-6)
-    np.testing.assert_array_equal(many[1], one[1])
+    jax.tree.map(np.testing.assert_array_equal, many[1], one[1])
 
 
 def test_chosen_latents_alone_give_what_a_mask_does():
     """Long sequences are read in absorbed form; both are the same attention, absent choices included."""
     chosen = latent_attention._choose_inside(QUERY, KEYS)
-    assert (chosen == -1).any()
+    assert (chosen.tokens == -1).any()
+    np.testing.assert_array_equal(chosen.slots[1], np.where(chosen.tokens[1] >= 0, TOKENS + chosen.tokens[1], -1))
     heads = latent_attention._same_width(*latent_attention.multi_head(QUERY, LATENTS))
-    masked = latent_attention._masked(*heads, chosen, {"scale": QUERY.scale})[..., :D_V]
-    np.testing.assert_allclose(latent_attention._gathered(QUERY, LATENTS, chosen), masked, atol=5e-6)
+    masked = latent_attention._masked(*heads, chosen.tokens, {"scale": QUERY.scale})[..., :D_V]
+    np.testing.assert_allclose(latent_attention._gathered(QUERY, LATENTS, chosen.slots), masked, atol=5e-6)
     out, again = latent_attention.causal(QUERY, LATENTS, KEYS)  # 4 * (10 + 8) < 11 * (7 + 4)
-    np.testing.assert_array_equal(again, chosen)
-    np.testing.assert_array_equal(out, latent_attention._gathered(QUERY, LATENTS, chosen))
+    jax.tree.map(np.testing.assert_array_equal, again, chosen)
+    np.testing.assert_array_equal(out, latent_attention._gathered(QUERY, LATENTS, chosen.slots))
     wide = dataclasses.replace(QUERY, topk=8)  # 8 * 18 >= 121
+    chosen = latent_attention._choose_inside(wide, KEYS).tokens
     np.testing.assert_array_equal(
         latent_attention.causal(wide, LATENTS, KEYS)[0],
-        latent_attention._masked(*heads, latent_attention._choose_inside(wide, KEYS), {"scale": QUERY.scale})[
-            ..., :D_V
-        ],
+        latent_attention._masked(*heads, chosen, {"scale": QUERY.scale})[..., :D_V],
     )
 
 
@@ -137,16 +139,58 @@ def test_what_fits_in_topk_is_dense_and_needs_no_choice():
     np.testing.assert_allclose(stepped(fits, DSA).output.out[0], stepped(fits, DENSE).output.out[0], atol=1e-6)
 
 
+def follower_of(tokens):
+    """A layer without indexer whose leader chose these tokens i32[C] for every row of a step and inside sequences."""
+    tokens = jnp.broadcast_to(jnp.array(tokens, jnp.int32), (2, TOKENS, len(tokens)))
+    request = np.arange(2)[:, None, None]
+    step = Choice(tokens, jnp.where(tokens >= 0, TABLE[request, tokens // P] * P + tokens % P, -1))
+    inside = Choice(tokens, jnp.where(tokens >= 0, TOKENS * request + tokens, -1))
+    query = dataclasses.replace(QUERY, index_q=None, index_weights=None)
+    return dataclasses.replace(query, chosen=step), dataclasses.replace(query, chosen=inside)
+
+
 def test_a_layer_without_indexer_reads_what_its_leader_chose():
-    chosen = jnp.broadcast_to(jnp.array([0, 2, -1, 7], jnp.int32), (2, TOKENS, 4))
-    follower = dataclasses.replace(QUERY, index_q=None, index_weights=None, chosen=chosen)
-    out, same = stepped(follower, DSA, rows=1).output.out
-    np.testing.assert_array_equal(same, chosen[:, :1])
-    whole, _ = latent_attention.causal(follower, LATENTS, KEYS)
+    step, inside = follower_of([0, 2, -1, 7])
+    out, same = stepped(step, DSA, rows=1).output.out
+    jax.tree.map(np.testing.assert_array_equal, same, jax.tree.map(lambda x: x[:, :1], step.chosen))
+    whole, _ = latent_attention.causal(inside, LATENTS, KEYS)
     for request in range(2):
         expected = numpy_dense(request, TOKENS - 1, [0, 2, 7])
         np.testing.assert_allclose(out[request, 0], expected, atol=1e-5)
         np.testing.assert_allclose(whole[request, -1], expected, atol=1e-5)
+
+
+def test_followers_find_the_leaders_tokens_in_their_own_planes(monkeypatch):
+    """Slots of a plane are those that a conversion by its own table gives, bit for bit."""
+    pool_of = lambda pages, plane: jnp.roll(jnp.pad(pages, ((0, 18), *[(0, 0)] * 3)), plane * 9, axis=0)  # noqa: E731
+    table = jnp.asarray(np.where(TABLE == 2, -1, TABLE))  # a page that is gone
+    seen, attention = [], sparse_jax.mla_sparse_attention
+
+    def noted(q, pool, slots, **options):
+        seen.append(slots)
+        return attention(q, pool, slots, **options)
+
+    monkeypatch.setattr(sparse_jax, "mla_sparse_attention", noted)
+
+    def attend(query, plane):
+        view = PageView(jnp.where(table >= 0, 9 * plane + table, -1), jnp.array([TOKENS, 7]), jnp.int32(0), 9)
+        pools = pool_of(PAGES, plane), pool_of(KEY_PAGES, plane)
+        return latent_attention.attend(DSA, (), last_rows(query, 3), *pools, view, plane=plane), view
+
+    led, _ = attend(QUERY, 1)
+    out, choice = led.output.out
+    monkeypatch.setattr(sparse_jax, "to_slots", None)  # nobody converts again
+    follower = dataclasses.replace(QUERY, index_q=None, index_weights=None)
+    chosen = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (TOKENS - 3, 0), (0, 0))), choice)
+    for plane in (jnp.int32(0), 1, 2):
+        followed, view = attend(dataclasses.replace(follower, chosen=chosen), plane)
+        jax.tree.map(np.testing.assert_array_equal, followed.output.out, (out, choice))
+        np.testing.assert_array_equal(followed.tokens_read, led.tokens_read)
+        own = to_slots(
+            choice.tokens.reshape(6, -1), view.page_table, np.repeat([0, 1], 3), page_size=P, lengths=view.lengths
+        )
+        np.testing.assert_array_equal(seen[-1].reshape(6, -1), own)
+    assert not set(np.asarray(choice.tokens)[0].ravel()) & {4, 5, 6, 7}
 
 
 def test_rows_are_independent_and_absent_ones_are_zero():

@@ -190,16 +190,15 @@ def attend(
     v_pages: jax.Array,
     view: PageView,
     *,
-    plane: Any = 0,
     q_positions: jax.Array | None = None,
     implementation: str | None = None,
 ) -> Attended:
     """One step of one plane, absorbed form: q [B, T], k_pages [planes * N, 1, P, E], v_pages [planes * N, 1, P, d_I].
 
-    selector: "dsa", the indexer's choice, or "dense", everything; plane: an int or i32[], of `view`; q_positions
-    i32[B, T]: as in `paged_attention`. A layer that chooses converts its ids to slots of plane 0, and the layers that
-    follow it move these to their own planes. The `out` of the result is (out [B, T, Hq, d_v], the Choice for them).
-    Raises ValueError for another selector, and for "dsa" without an indexer.
+    selector: "dsa", the indexer's choice, or "dense", everything; q_positions i32[B, T]: as in `paged_attention`. A
+    layer that chooses converts its ids to slots of plane 0, and the layers that follow it move these to their own
+    planes. The `out` of the result is (out [B, T, Hq, d_v], the Choice for them). Raises ValueError for another
+    selector, and for "dsa" without an indexer.
     """
     page_size = k_pages.shape[2]
     latents, keys = (pages.reshape(-1, page_size, pages.shape[-1]) for pages in (k_pages, v_pages))
@@ -212,7 +211,7 @@ def attend(
             q_positions = view.lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)
         token = jnp.arange(capacity, dtype=jnp.int32)
         seen = jnp.minimum(q_positions + 1, view.lengths[:, None])
-        chosen = _with_slots(jnp.where(token < seen[..., None], token, -1), view, plane, pages, page_size)
+        chosen = _with_slots(jnp.where(token < seen[..., None], token, -1), view, pages, page_size)
         read = jnp.clip(seen.max(axis=1, keepdims=True), 0, capacity)  # the rows share one walk
     else:
         if q.index_q is None:
@@ -221,12 +220,12 @@ def attend(
         else:
             of_index = q.index_q, q.index_weights, keys, view.page_table, view.lengths, q_positions
             tokens = _choose(*of_index, min(k, capacity), implementation)
-            chosen = _with_slots(tokens, view, plane, pages, page_size)
+            chosen = _with_slots(tokens, view, pages, page_size)
         read = (chosen.tokens >= 0).sum(axis=(1, 2), dtype=jnp.int32)[:, None]
     output = sparse_jax.mla_sparse_attention(
         _absorbed(q),
         latents,
-        sparse_jax.plane_slots(chosen.slots, plane, pages=pages, page_size=page_size),
+        sparse_jax.plane_slots(chosen.slots, view.plane, pages=pages, page_size=page_size),
         scale=q.scale,
         value_dim=q.w_uk.shape[-1],
         implementation=implementation,
@@ -235,9 +234,9 @@ def attend(
     return Attended(output._replace(out=out), state, read, chosen.tokens.reshape(view.lengths.size, 1, -1))
 
 
-def _with_slots(tokens: jax.Array, view: PageView, plane: Any, pages: int, page_size: int) -> Choice:
-    """Tokens i32[B, T, C] of a view of one plane, and their slots in plane 0; a plane has `pages` pages."""
-    table = jnp.where(view.page_table >= 0, view.page_table - plane * pages, -1)
+def _with_slots(tokens: jax.Array, view: PageView, pages: int, page_size: int) -> Choice:
+    """Tokens i32[B, T, C] of a view, and their slots in plane 0; a plane has `pages` pages."""
+    table = jnp.where(view.page_table >= 0, view.page_table - view.plane * pages, -1)
     request = jnp.repeat(jnp.arange(tokens.shape[0], dtype=jnp.int32), tokens.shape[1])
     rows = tokens.reshape(request.size, -1)
     slots = sparse_jax.to_slots(rows, table, request, page_size=page_size, lengths=view.lengths)

@@ -40,7 +40,7 @@ AttendPlane = Callable[..., Attended]
 def attend_by_selector(selector: Selector, state: Any, plane, q, k_pages, v_pages, view, **options) -> Attended:
     """The default `AttendPlane`: the selector chooses and attends; latents are chosen by the model's own indexer."""
     if isinstance(q, LatentQuery):
-        return latent_attention.attend(selector, state, q, k_pages, v_pages, view, plane=plane, **options)
+        return latent_attention.attend(selector, state, q, k_pages, v_pages, view, **options)
     return selector.attend(state, q, k_pages, v_pages, view, plane=plane, **options)
 
 

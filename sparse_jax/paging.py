@@ -82,6 +82,7 @@ class PageView:
     page_table: jax.Array  # i32[B, W] pages of the flattened pool, plane * N + page; -1 absent
     lengths: jax.Array  # i32[B]
     stale: jax.Array  # i32[] table entries that were hidden because they are not live
+    plane: jax.Array | int = 0  # i32[] which one it is
     pages: int | None = dataclasses.field(default=None, metadata={"static": True})  # N; None: there are no other planes
 
 
@@ -216,7 +217,7 @@ def view(state: PagedState, plane: jax.Array) -> PageView:
     plane, inside = _plane(state, plane)
     alive = slot_pool.live(state.pool, table.pages, table.incarnations)
     pages = jnp.where(alive & inside, plane * kv.pages + table.pages, -1)
-    return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive), kv.pages)
+    return PageView(pages, table.lengths, slot_pool.count_stale(table.pages, alive), plane, kv.pages)
 
 
 def flat_slots(state: PagedState, plane: jax.Array, reservation: Reservation) -> jax.Array:

@@ -173,9 +173,9 @@ def test_followers_find_the_leaders_tokens_in_their_own_planes(monkeypatch):
     monkeypatch.setattr(sparse_jax, "mla_sparse_attention", noted)
 
     def attend(query, plane):
-        view = PageView(jnp.where(table >= 0, 9 * plane + table, -1), jnp.array([TOKENS, 7]), jnp.int32(0), 9)
+        view = PageView(jnp.where(table >= 0, 9 * plane + table, -1), jnp.array([TOKENS, 7]), jnp.int32(0), plane, 9)
         pools = pool_of(PAGES, plane), pool_of(KEY_PAGES, plane)
-        return latent_attention.attend(DSA, (), last_rows(query, 3), *pools, view, plane=plane), view
+        return latent_attention.attend(DSA, (), last_rows(query, 3), *pools, view), view
 
     led, _ = attend(QUERY, 1)
     out, choice = led.output.out

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from models.generate import generate
@@ -12,6 +13,7 @@ from models.reference import ReferenceCorrection
 from tests.models.configs import small_ouro
 
 
+@pytest.mark.slow
 def test_requirement_19_64_requests_with_long_contexts():
     """Of three or four pages each, all but the last one full; the same call shapes on both sides."""
     config = dataclasses.replace(small_ouro(num_layers=1, loops=4), max_positions=256)

@@ -1,15 +1,37 @@
 """Reported cases of other systems on reference correction that its own tests do not have under other names."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sparse_jax import Config, reference_capture, reference_consume
+from tests import numpy_reference
 from tests.compare import assert_close, assert_same_bits
 from tests.reference_cases import ARRAYS, CASE, capture, consume, loops
 from tests.sparse_jax.scalar_attention import IMPLEMENTATIONS, KERNELS, every_implementation, ids
 from tests.sparse_jax.test_cases_mla import draw
+
+HEADS = [
+    *[{"Hq": hq, "Hkv": hkv} for hq, hkv in ((28, 4), (24, 4), (40, 8), (64, 4))],
+    *[{"Hq": 2, "Hkv": 1, "D": width, "Dv": 80} for width in (80, 192)],
+]
+
+
+@every_implementation
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_case_HEADS_1_and_2(shape, implementation):
+    """Groups and widths that are no powers of two, at the default scale, which is that of the true width."""
+    case = dataclasses.replace(CASE, name="heads", B=1, W=3, D=16, Dv=16, lengths=(11,))
+    first, later, counts = loops(dataclasses.replace(case, **shape))
+    output, reference = capture(first, counts, 4, implementation=implementation)
+    gold = numpy_reference.capture(first, counts, 4)
+    assert_close(output.out, gold["out"])
+    assert (np.asarray(reference.indices) == gold["indices"]).all()
+    assert_close(reference.mass, gold["mass"], name="mass")
+    assert_close(consume(later, reference, implementation=implementation), numpy_reference.consume(later, gold))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

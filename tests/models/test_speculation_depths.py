@@ -10,6 +10,7 @@ from flax import nnx
 from models.ouro import Ouro
 from models.reference import ReferenceCorrection
 from models.speculation import Speculation
+from models.speculation_overlapped import Overlapped
 from sparse_jax import paging
 from tests.models.speculation_setting import CONFIG, assert_same_text, one_round, plain, prompts, speculate, start
 from tests.models.test_speculation_rollback import WHOLE, equal_trees, only_the_token, undone
@@ -57,6 +58,21 @@ def test_rounds_give_the_tokens_of_plain_decoding(model, d, drafts, retention):
     else:
         expected, _ = plain(model, state, TOKENS, WHOLE)
         assert assert_same_text(model, texts, expected, found, 1e-4) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 2, 0.3), (1, 8, None)])
+def test_overlapped_rounds_give_the_tokens_of_synchronous_ones(model, d, drafts, retention):
+    """Where verification captures, and not the draft; slots and pages are free in the end."""
+    speculation, options = Speculation(drafts=drafts, draft_loops=d), reading(retention)
+    texts = prompts(drafts, REQUESTS)
+    expected, _, _ = speculate(model, start(model, texts, TOKENS, options), speculation, options)
+    rounds = Overlapped(model, start(model, texts, TOKENS, options), options, speculation)
+    list(rounds)
+    assert rounds.tokens == expected
+    assert 0 < rounds.accepted < rounds.drafted
+    assert (rounds.stale, int(rounds.state.paged.pool.free_count)) == (0, rounds.state.paged.kv.pages)
+    assert retention is None or int(rounds.held.store.pool.free_count) == rounds.held.store.slots
 
 
 @pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 8, 0.3), (2, 3, 0.3), (1, 3, None)])

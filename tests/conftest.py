@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 # Set before JAX starts. Two workers (`pytest -n 2`) share two cores: one thread each is faster than two fighting. Most
-# of the time goes into compiling for the CPU, for which the older emitters of XLA take half as long; later versions do
-# not know them any more.
+# of the time goes into compiling for the CPU: in one piece each, as there is no core left for a second one, and by the
+# older emitters of XLA, which take half as long; later versions do not know them any more.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_cpu_multi_thread_eigen=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else "",
     ]
 )

@@ -60,15 +60,19 @@ def start(model: Ouro, texts, limits, options: DecodeOptions = DENSE, pages: int
     return _prefill(model, jnp.array(tokens), jnp.array([len(text) for text in texts]), state, options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("options", "steps"))
-def _decode(model: Ouro, state: DecodeState, options: DecodeOptions, steps: int):
-    return decode_chunk(*nnx.split(model), state, options, steps)
+@functools.partial(jax.jit, static_argnames="options")
+def _step(model: Ouro, state: DecodeState, options: DecodeOptions):
+    return decode_chunk(*nnx.split(model), state, options, 1)
 
 
 def plain(model: Ouro, state: DecodeState, steps: int, options: DecodeOptions = DENSE) -> tuple[list, DecodeState]:
-    """(the tokens of each request after the first one, the state) of plain decoding."""
-    state, out = _decode(model, state, options, steps)
-    return [[int(x) for x in column if x >= 0] for column in np.asarray(out.tokens).T], state
+    """(the tokens of each request after the first one, the state) of plain decoding, step by step: one compilation."""
+    tokens: list[list[int]] = [[] for _ in state.tokens]
+    for _ in range(steps):
+        state, out = _step(model, state, options)
+        for text, token in zip(tokens, np.asarray(out.tokens[0]).tolist()):
+            text.extend([token] if token >= 0 else [])
+    return tokens, state
 
 
 @functools.partial(jax.jit, static_argnames=("options", "speculation"))

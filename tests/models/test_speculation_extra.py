@@ -78,27 +78,33 @@ def test_a_layer_that_is_always_right_accepts_everything():
     assert stats.tokens_per_round > 2.5
 
 
+@jax.jit
+def of_the_whole_text(model, text):
+    """Of text i32[1, T]: the layer's output [T - 1, hidden] and what it keeps of each token, without a cache."""
+    positions, kept = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None], {}
+
+    def attend(plane, q, k, v, cache):
+        kept["rows"] = k[0, :, 0]
+        return model.causal(plane, q, k, v, cache)
+
+    further, _ = model.predict(model.forward(text[:, :-1]).hidden[0], text[:, 1:], positions, attend, ())
+    return further[0], kept["rows"]
+
+
 @pytest.mark.slow
 def test_the_layers_plane_and_output_are_those_of_the_whole_text(model):
     made = continued(model)
     state = made.state
     for request, (prompt, tokens) in enumerate(zip(PROMPTS, made.tokens)):
         cached = int(state.paged.table.lengths[request])
-        text = jnp.array(prompt + tokens)[None]
-        assert text.shape[1] == cached + 1
-        hidden = model.forward(text[:, :-1]).hidden[0]
-        positions = jnp.arange(cached, dtype=jnp.int32)[None]
-        kept = {}
-
-        def attend(plane, q, k, v, cache, kept=kept):
-            kept["rows"] = k[0, :, 0]
-            return model.causal(plane, q, k, v, cache)
-
-        further, _ = model.predict(hidden, text[:, 1:], positions, attend, ())
-        np.testing.assert_allclose(state.further[request], further[0, -1], atol=2e-5)
+        text = prompt + tokens
+        assert len(text) == cached + 1
+        padded = text + [0] * (24 - len(text))  # which no token of the text sees
+        further, kept = of_the_whole_text(model, jnp.array(padded)[None])
+        np.testing.assert_allclose(state.further[request], further[cached - 1], atol=2e-5)
         pages = np.asarray(paging.view(state.paged, jnp.int32(CONFIG.num_layers)).page_table[request])
         rows = np.asarray(state.paged.kv.k).reshape(-1, *state.paged.kv.k.shape[2:])[pages[: -(-cached // 4)], 0]
-        np.testing.assert_allclose(rows.reshape(-1, rows.shape[-1])[:cached], kept["rows"], atol=2e-5)
+        np.testing.assert_allclose(rows.reshape(-1, rows.shape[-1])[:cached], kept[:cached], atol=2e-5)
 
 
 def test_drawn_text_comes_to_an_end_and_repeats_with_its_seed(model):

@@ -1,24 +1,20 @@
-"""generate() with a speculation: the text of plain decoding on the shipped model, the account, and want of pages."""
+"""generate() with a speculation: the account, and want of pages. Texts of a trained model: `test_shipped_model.py`."""
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models import checkpoints
 from models.generate import generate
 from models.ouro import Ouro
 from models.reference import ReferenceCorrection
 from models.speculation import Speculation
 from models.speculation_overlapped import Overlapped
-from models.training import corpora
 from sparse_jax import paging, selectors
 from tests.models.configs import small_ouro
 
-BOUND = 1e-3
 SMALL = small_ouro(num_layers=1, loops=3)
 PROMPTS = [np.random.default_rng(b).integers(0, 64, length).tolist() for b, length in enumerate((5, 14, 9))]
 LIMITS = [20, 7, 13]
@@ -42,33 +38,6 @@ def run(model, prompts=PROMPTS, **options):
     for _ in result:
         pass
     return result
-
-
-@pytest.mark.slow
-def test_hundreds_of_texts_of_the_shipped_model_are_those_of_plain_decoding():
-    """256 prompts of 4 to 40 bytes in batches of 64; equal but where two logits are within BOUND."""
-    _, model = checkpoints.load("ouro-tiny", dtype=jnp.float32)
-    margins = jax.jit(lambda tokens: jax.lax.top_k(model.logits(model.forward(tokens).hidden[-1]), 2)[0])
-    text, rng = corpora.excerpt(), np.random.default_rng(0)
-    different, rates = 0, []
-    for _ in range(4):
-        places, lengths = rng.integers(0, len(text) - 64, 64), rng.integers(4, 41, 64)
-        prompts = [[256, *text[at : at + n].tolist()] for at, n in zip(places, lengths)]
-        options = {"max_tokens": 16, "chunk": 16, "page_size": 16}
-        found = run(model, prompts, speculation=Speculation(drafts=3, draft_loops=2), **options)
-        expected = run(model, prompts, **options)
-        rates.append((found.stats().acceptance, found.stats().tokens_per_round))
-        for prompt, a, b in zip(prompts, expected.tokens, found.tokens):
-            if a != b:
-                at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
-                whole = prompt + a[:at]
-                best = margins(jnp.array(whole + [0] * (64 - len(whole)))[None])[0, len(whole) - 1]
-                assert float(best[0] - best[1]) < BOUND
-                different += 1
-    assert different <= 2  # of 256
-    # A trained model drafts well: most drafts of two loops are right.
-    assert np.min(rates, axis=0)[0] > 0.5
-    assert np.min(rates, axis=0)[1] > 2
 
 
 def test_the_account_counts_drafts_rounds_and_what_was_read(model):

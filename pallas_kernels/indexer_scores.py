@@ -22,11 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import lowering
-from pallas_kernels.config import WAVE, Config, next_power_of_two
+from pallas_kernels.config import Config, next_power_of_two
 from pallas_kernels.online_softmax import into_range, pieces
 
 MOST_ROWS = 2  # of a tile: their products are unrolled
-WAVES, MOST_STEPS = 4, 16  # so many waves of programs, before a program takes more than one step
+AT_ONCE = 512  # programs that run at once, four on a multiprocessor: with a few more, most would wait for the last ones
+MOST_STEPS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +91,11 @@ def indexer_scores_kernel(
         at = scores_ref.at[request, jnp.minimum(row, scan.rows - 1), jnp.where(inside, place, scan.capacity)]
         lowering.store(at, scores, mask=inside)
 
-    def places(index: jax.Array) -> list[jax.Array]:
-        return [(index * together + i) * size + jnp.arange(size, dtype=jnp.int32) for i in range(together)]
+    def starts(index: jax.Array) -> list[jax.Array]:
+        return [(index * together + i) * size for i in range(together)]
 
     def step(index: jax.Array, carry: None) -> None:
-        blocks = [_block(key_refs, table_ref, request, place, most, read, queries, scan) for place in places(index)]
+        blocks = [_block(key_refs, table_ref, request, start, most, read, queries, scan) for start in starts(index)]
         for block in blocks:
             for row, n, wants, (q, weights) in zip(rows, seen, wanted, queries, strict=True):
                 s = functools.reduce(
@@ -109,9 +110,9 @@ def indexer_scores_kernel(
                 store(block.place, row, jnp.where(block.held & (block.place < n), s, -jnp.inf))
 
     def skip(index: jax.Array, carry: None) -> None:
-        for place in places(index):
+        for start in starts(index):
             for row in rows:
-                store(place, row, jnp.full((size,), -jnp.inf, jnp.float32))
+                store(start + jnp.arange(size, dtype=jnp.int32), row, jnp.full((size,), -jnp.inf, jnp.float32))
 
     lax.fori_loop(first, last, step, None)
     lax.fori_loop(last, end, skip, None)
@@ -130,13 +131,14 @@ def _block(
     refs: Any,
     table_ref: Any,
     request: jax.Array,
-    place: jax.Array,
+    start: jax.Array,
     most: jax.Array,
     read: jax.Array,
     queries: list[Any],
     scan: Scan,
 ) -> Block:
-    page, held = _pages(table_ref, request, place, most, scan)
+    place = start + jnp.arange(scan.block_tokens, dtype=jnp.int32)
+    page, held = _pages(table_ref, request, start, place, most, scan)
     offset = lax.rem(place, jnp.int32(scan.page_size))
     return Block(place, held, *_keys(refs, page, offset, held & (place < read), queries[0][0], scan))
 
@@ -175,12 +177,12 @@ def _columns(scan: Scan) -> list[jax.Array]:
 
 
 def _pages(
-    table_ref: Any, request: jax.Array, place: jax.Array, most: jax.Array, scan: Scan
+    table_ref: Any, request: jax.Array, start: jax.Array, place: jax.Array, most: jax.Array, scan: Scan
 ) -> tuple[jax.Array, jax.Array]:
-    """(pages i32[block] or i32[], whether the tokens at these places exist: bool[block])."""
+    """(pages i32[block] or i32[], whether the tokens at these places, from `start` on, exist: bool[block])."""
     inside = place < most
     if scan.page_size >= scan.block_tokens:  # a block lies in one page
-        column = jnp.min(lax.div(place, jnp.int32(scan.page_size)))
+        column = lax.div(start, jnp.int32(scan.page_size))
         page = table_ref[request, jnp.minimum(column, scan.capacity // scan.page_size - 1)]  # the last may lie beyond
     else:
         at = table_ref.at[request, jnp.where(inside, lax.div(place, jnp.int32(scan.page_size)), 0)]
@@ -248,7 +250,7 @@ def indexer_scores(
         block_rows=block_rows,
         block_tokens=block_tokens,
         together=together,
-        steps=max(1, min(MOST_STEPS, total // (WAVES * WAVE))),
+        steps=max(1, min(MOST_STEPS, total // AT_ONCE)),
         interpret=interpret,
     )
     views: tuple[jax.Array, ...] = (keys,)

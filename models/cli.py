@@ -3,8 +3,6 @@
 Heavy imports wait until a command runs, so that --help is quick.
 """
 
-import enum
-import fractions
 import functools
 import importlib
 import os
@@ -19,6 +17,25 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from models.cli_options import (
+    BatchFileOption,
+    BudgetOption,
+    CacheDtypeOption,
+    CaptureLoopOption,
+    ChatOption,
+    DemoOption,
+    DraftLoopsOption,
+    ExitThresholdOption,
+    Implementation,
+    ImplementationOption,
+    MethodOption,
+    ModelOption,
+    PromptFileOption,
+    RetentionOption,
+    SpeculateOption,
+    TemperatureOption,
+)
+
 app = typer.Typer(
     name="sparse-jax",
     help="Sparse decode attention for JAX: generate text from a fraction of the KV cache, train, inspect, measure.",
@@ -29,15 +46,6 @@ app = typer.Typer(
 )
 TRACEBACK = "SPARSE_JAX_TRACEBACK"
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}  # to a command of the library, by `pass_on`
-
-
-class Implementation(enum.StrEnum):
-    """Values of --implementation."""
-
-    AUTO = "auto"
-    XLA = "xla"
-    TRITON = "triton"
-    INTERPRET = "interpret"
 
 
 def main() -> None:
@@ -95,90 +103,11 @@ class WithMethods(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-def read_budget(text: str) -> int | float:
-    """A number of tokens, or a share of the cached tokens: a decimal number or a fraction of at most 1.
-
-    Raises ValueError for anything else.
-    """
-    try:
-        value = float(fractions.Fraction(text)) if set(text) & set("./") else int(text)
-    except (ValueError, ZeroDivisionError):
-        value = 0
-    if value <= 0 or (isinstance(value, float) and value > 1):
-        raise ValueError(f"{text!r} is neither a number of tokens nor a share between 0 and 1")
-    return value
-
-
-BudgetOption = Annotated[
-    Any,
-    typer.Option(
-        parser=read_budget,
-        metavar="TOKENS|SHARE",
-        help="What a step may read, per layer and head: tokens, or a share of what is cached (0.125, 1/8). "
-        "Unless given: 256; for dsa as many as the model's indexer chooses.",
-    ),
-]
-RetentionOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Reference correction: loops after the capture read this share of the keys, 0.1 unless given. "
-        "Beside another method it adds the correction: the method then serves the loops before the capture.",
-    ),
-]
-CaptureLoopOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        min=0,
-        help="Reference correction: the loop, from 0 up, that attends densely and picks the keys; 1 unless given. "
-        "Give it twice to pick anew in a later loop.",
-    ),
-]
-SpeculateOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="K",
-        help="Draft K tokens with the first loops of a looped model, or the extra layer of a DeepSeek-style one, and "
-        "verify them at once: several tokens a round. "
-        "dense and reference say what they would have said anyway (drawn text differs, but is as likely); methods that "
-        "choose pages may choose a little differently, because summaries of pages already hold the drafts.",
-    ),
-]
-DraftLoopsOption = Annotated[int | None, typer.Option(min=1, help="Loops of a draft, for --speculate; 2 unless given.")]
-PromptFileOption = Annotated[Path | None, typer.Option(help="A file with the text to continue; - is standard input.")]
-BatchFileOption = Annotated[
-    Path | None,
-    typer.Option(help='Many prompts: one on each line, or a .jsonl file of {"prompt": ...}, answered as .jsonl.'),
-]
-DemoOption = Annotated[
-    str | None, typer.Option(help="A built-in prompt with a known answer: passkey (2,000 bytes hide a number).")
-]
-ImplementationOption = Annotated[
-    Implementation,
-    typer.Option(help="auto: the GPU kernels on a GPU, plain XLA elsewhere. interpret is for tests."),
-]
-
-
 @app.command(cls=WithMethods)
 @explained
 def generate(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="ouro-tiny or deepseek-tiny (shipped), smollm2-135m (after `fetch`), a folder or .gguf file, or "
-            "owner/name of a hub."
-        ),
-    ] = "ouro-tiny",
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="What each step reads of the KV cache: dense (all of it) or the choice of a method, one of {methods}; "
-            "reference: dense up to the capture loop of a looped model, few keys in the loops after it. "
-            "Unless given: quest; dsa for a DeepSeek-style model."
-        ),
-    ] = None,
+    model: ModelOption = "ouro-tiny",
+    method: MethodOption = None,
     budget: BudgetOption = None,
     retention: RetentionOption = None,
     capture_loop: CaptureLoopOption = None,
@@ -188,19 +117,14 @@ def generate(
     prompt_file: PromptFileOption = None,
     batch_file: BatchFileOption = None,
     demo: DemoOption = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message to a model that was trained to chat.")
-    ] = False,
+    chat: ChatOption = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; 128 unless given.")] = None,
-    temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model says.")
-    ] = 0.0,
+    temperature: TemperatureOption = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw among this many likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The same seed draws the same text.")] = 0,
-    exit_threshold: Annotated[
-        float | None, typer.Option(help="Take the loop where the chance to have left reaches this; 1 is the last loop.")
-    ] = None,
+    exit_threshold: ExitThresholdOption = None,
+    cache_dtype: CacheDtypeOption = None,
     implementation: ImplementationOption = Implementation.AUTO,
 ) -> None:
     """Continue a prompt and stream the text.
@@ -236,6 +160,7 @@ def generate(
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
         seed=seed,
         exit_threshold=exit_threshold,
+        cache_dtype=cache_dtype,
         implementation=None if implementation is Implementation.AUTO else implementation.value,
     )
 

@@ -4,11 +4,14 @@ import dataclasses
 from typing import Any, Self
 
 from models.experts import ExpertsConfig
+from models.interface import float_type
 from models.latent_attention import tokens_chosen
 from models.layers import check_at_least_one
 from models.rotary import Yarn
 from sparse_jax import selectors
+from sparse_jax.index_keys import index_key_bytes
 from sparse_jax.index_sharing import IndexLayer, index_layers
+from sparse_jax.latent_cache import FORMATS, latent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,24 @@ class DeepseekConfig:
     def exit_step(self) -> int | None:
         """There is nothing to exit from."""
         return None
+
+    def pools(self, cache_dtype: Any) -> dict[str, Any]:
+        """What the model says to `paging.create`: one head, widths, type.
+
+        cache_dtype: float32, bfloat16, float16, or a format of `LatentCache`; then the indexer's keys are quantised,
+        too (`IndexKeys`). Raises ValueError for another one, and for a format that cannot hold the model's columns.
+        """
+        sizes = {"kv_heads": 1, "key_width": self.head_dim, "value_width": self.value_dim}
+        if not (isinstance(cache_dtype, str) and cache_dtype in FORMATS):
+            wanted = f"float32, bfloat16, float16 or {', '.join(FORMATS)} for a model of latent attention"
+            return sizes | {"dtype": float_type(cache_dtype, (16, 32), wanted)}
+        try:
+            latent_bytes(cache_dtype, self.latent_dim, self.rope_dim)
+            if self.indexer is not None:
+                index_key_bytes(self.indexer.head_dim)
+        except ValueError as error:
+            raise ValueError(f"cache_dtype {cache_dtype!r} cannot hold what this model caches: {error}") from None
+        return sizes | {"dtype": cache_dtype, "latent_dim": self.latent_dim}
 
     def selector_for(self, wanted: selectors.Selector | None) -> selectors.Selector:
         """What a step reads; for None the indexer's choice, or everything where there is none.

@@ -94,12 +94,16 @@ def generate(
     selector: which part of the cache each step reads (default: all, or the choice of the model's indexer). max_tokens,
     seed: one for all, or one per request. stop_ids: default those of the model. page_size: default 16, or 1 for a
     selector of one-token pages. pages: of the pool, default enough for everything. chunk: tokens per device call.
-    cache_dtype, exit_threshold, exit_step: default the model's; all loops are computed either way. reference: correct
-    the later loops of a looped model from a reference; the selector then serves the loops before the first capture, and
-    prompts are read as without it. speculation: a part of the model drafts, all of it verifies, for several tokens.
+    cache_dtype: a float type (default the model's), or of latent attention a format of `LatentCache`: "fp8_ds_mla"
+    (also "fp8", "fp8_e4m3") or "nvfp4_ds_mla", with the indexer's keys in `IndexKeys`; prompts attend to what they
+    stored before it was rounded. exit_threshold, exit_step: default the model's; all loops are computed either way.
+    reference: correct the later loops of a looped model from a reference; the selector then serves the loops before the
+    first capture, and prompts are read as without it. speculation: a part of the model drafts, all of it verifies, for
+    several tokens.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
-    and for a reference or a speculation that the model or the selector cannot work with.
+    for a reference or a speculation that the model or the selector cannot work with, and for a cache_dtype that the
+    model cannot read.
     """
     config = model.config
     selector = config.selector_for(selector)
@@ -127,13 +131,10 @@ def generate(
         planes=config.planes + by_extra,
         pages=_rounded_up(sum(needed)) if pages is None else pages,
         page_size=page_size,
-        kv_heads=config.num_kv_heads,
-        key_width=config.head_dim,
-        value_width=config.value_dim,
         requests=len(ids),
         # The rows of a round may look past the last token, but have no page there.
         pages_per_request=_rounded_up(max(needed) + (-(-speculation.drafts // page_size) if speculation else 0)),
-        dtype=cache_dtype or model.dtype,
+        **config.pools(model.dtype if cache_dtype is None else cache_dtype),
     )
     state = _empty_state(paged, selector, limits, seed)
     if by_extra:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from sparse_jax.selectors import Dense, Selector
 
@@ -29,6 +30,17 @@ def keep_all(h: jax.Array) -> jax.Array:
     return h
 
 
+def float_type(cache_dtype: Any, bits: tuple[int, ...], wanted: str) -> Any:
+    """The dtype that a user asked a cache for. Raises ValueError unless it is a float of so many bits."""
+    try:
+        dtype = jnp.dtype(cache_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in bits:
+        raise ValueError(f"cache_dtype must be {wanted}; got {cache_dtype!r}")
+    return dtype
+
+
 class LoopOutput(NamedTuple):
     """What the loops of a model computed for every kept token."""
 
@@ -39,12 +51,22 @@ class LoopOutput(NamedTuple):
 class KeysAndValues:
     """What configurations have in common whose heads read keys and values of one width."""
 
+    num_kv_heads: int
     head_dim: int
 
     @property
     def value_dim(self) -> int:
         """Dv."""
         return self.head_dim
+
+    def pools(self, cache_dtype: Any) -> dict[str, Any]:
+        """What the model says to `paging.create`: heads, widths, type. Raises ValueError for another type than floats.
+
+        Eight bits hold keys and values as they are, without scales.
+        """
+        wanted = "a float type of 1, 2 or 4 bytes for a model that caches keys and values"
+        sizes = {"kv_heads": self.num_kv_heads, "key_width": self.head_dim, "value_width": self.value_dim}
+        return sizes | {"dtype": float_type(cache_dtype, (8, 16, 32), wanted)}
 
     def selector_for(self, wanted: Selector | None) -> Selector:
         """What a step reads: what the caller wants, everything for None."""
@@ -101,6 +123,9 @@ class ModelConfig(Protocol):
     @property
     def exit_step(self) -> int | None:
         """A loop that goes before the threshold."""
+
+    def pools(self, cache_dtype: Any) -> dict[str, Any]:
+        """What the model says to `paging.create`: heads, widths, type. Raises ValueError for one it cannot read."""
 
     def selector_for(self, wanted: Selector | None) -> Selector:
         """What a step reads: what the caller wants, the model's own way for None.

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 
 import sparse_jax
+from sparse_jax.index_keys import IndexKeys
+from sparse_jax.latent_cache import LatentCache
 from sparse_jax.paging import PageView
 from sparse_jax.selectors import DSA, Attended, Dense, Selector
 from sparse_jax.selectors.views import inside_pool
@@ -186,8 +188,8 @@ def attend(
     selector: Selector,
     state: Any,
     q: LatentQuery,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: jax.Array | LatentCache,
+    v_pages: jax.Array | IndexKeys,
     view: PageView,
     *,
     q_positions: jax.Array | None = None,
@@ -195,15 +197,15 @@ def attend(
 ) -> Attended:
     """One step of one plane, absorbed form: q [B, T], k_pages [planes * N, 1, P, E], v_pages [planes * N, 1, P, d_I].
 
-    selector: "dsa", the indexer's choice, or "dense", everything; q_positions i32[B, T]: as in `paged_attention`. A
-    layer that chooses converts its ids to slots of plane 0, and the layers that follow it move these to their own
-    planes. The `out` of the result is (out [B, T, Hq, d_v], the Choice for them). Raises ValueError for another
-    selector, and for "dsa" without an indexer.
+    Quantised pages come as `paging.flat` gives them. selector: "dsa", the indexer's choice, or "dense", everything;
+    q_positions i32[B, T]: as in `paged_attention`. A layer that chooses converts its ids to slots of plane 0, and the
+    layers that follow it move these to their own planes. The `out` of the result is (out [B, T, Hq, d_v], the Choice
+    for them). Raises ValueError for another selector, and for "dsa" without an indexer.
     """
-    page_size = k_pages.shape[2]
-    latents, keys = (pages.reshape(-1, page_size, pages.shape[-1]) for pages in (k_pages, v_pages))
-    pages = latents.shape[0] if view.pages is None else view.pages
-    view = inside_pool(view, latents.shape[0])
+    latents, keys = _without_heads(k_pages), _without_heads(v_pages)
+    total, page_size = (latents.data if isinstance(latents, LatentCache) else latents).shape[:2]
+    pages = total if view.pages is None else view.pages
+    view = inside_pool(view, total)
     k, rows = tokens_chosen(selector, q.topk), q.q_nope.shape[1]
     capacity = view.page_table.shape[1] * page_size
     if k is None:
@@ -232,6 +234,11 @@ def attend(
     )
     out: Any = jnp.einsum("bsnc,nvc->bsnv", output.out, q.w_uv[0, 0]), chosen
     return Attended(output._replace(out=out), state, read, chosen.tokens.reshape(view.lengths.size, 1, -1))
+
+
+def _without_heads(pages: Any) -> Any:
+    """[planes * N, P, D] of plain pages [planes * N, 1, P, D]."""
+    return pages.reshape(-1, *pages.shape[2:]) if isinstance(pages, jax.Array) else pages
 
 
 def _with_slots(tokens: jax.Array, view: PageView, pages: int, page_size: int) -> Choice:

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -41,12 +42,14 @@ def run(
     capture_loops: Sequence[int] | None = None,
     drafts: int | None = None,
     draft_loops: int | None = None,
+    cache_dtype: str | None = None,
 ) -> Stats:
     """Loads a model (a name for `checkpoints.resolve`), continues the prompts and shows the result.
 
     method: None for the usual one of the model; budget: None for 256 tokens, or what the model's own indexer chooses.
     chat_template: the prompts are messages to a model that was trained to chat. retention, capture_loops: of reference
-    correction, see `reading`. drafts, draft_loops: of self-speculation; no drafts, no speculation.
+    correction, see `reading`. drafts, draft_loops: of self-speculation; no drafts, no speculation. cache_dtype: as for
+    `generate`.
     Raises what loading, the selector and `generate` raise for what does not fit.
     """
     check_implementation(implementation)
@@ -59,10 +62,7 @@ def run(
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
     encoded = [tokenizer.encode(text, bos=not chat_template) for text in texts]
     config, network = checkpoints.load(model)
-    if tokenizer.vocab_size > config.vocab_size or (
-        isinstance(tokenizer, tokenizers.ByteTokenizer) and tokenizer.vocab_size != config.vocab_size
-    ):
-        raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
+    check_tokenizer(tokenizer, config, place)
     if speculation is not None and speculation.by == "loops" and config.loops == 1:
         raise ValueError(
             f"--speculate needs a looped model, whose first loops draft, or an extra layer: {model} has neither"
@@ -74,18 +74,15 @@ def run(
         max_tokens=max_tokens,
         sampling=sampling,
         seed=seed,
+        cache_dtype=cache_dtype,
         exit_threshold=exit_threshold,
         implementation=implementation,
         reference=reference,
         speculation=speculation,
     )
     console = Console(stderr=True, highlight=False)
-    loops = f"{config.loops} loops of " if config.loops > 1 else ""
-    console.print(
-        f"[dim]{escape(model)}, {loops}{config.num_layers} layers, on {jax.devices()[0].device_kind}; "
-        f"{sum(map(len, encoded)):,} prompt tokens; each step reads {share_read(method, budget, reference)}[/]",
-        soft_wrap=True,
-    )
+    opening = f"{opening_line(model, config, encoded)}; each step reads {share_read(method, budget, reference)}"
+    console.print(f"[dim]{escape(opening)}[/]", soft_wrap=True)
     show(prompts, generation, tokenizer, console)
     stats = generation.stats()
     console.print(f"[dim]{escape(closing_line(stats, reference))}[/]", soft_wrap=True)
@@ -99,6 +96,13 @@ def check_implementation(implementation: str | None) -> None:
             f"--implementation triton is a GPU kernel, and JAX runs on {jax.default_backend()} here; "
             "use auto, xla or (slow, for tests) interpret"
         )
+
+
+def check_tokenizer(tokenizer: tokenizers.Tokenizer, config: checkpoints.Config, place: Path) -> None:
+    """Raises ValueError for a tokenizer of another vocabulary than the model's."""
+    bytes_only = isinstance(tokenizer, tokenizers.ByteTokenizer)
+    if tokenizer.vocab_size > config.vocab_size or (bytes_only and tokenizer.vocab_size != config.vocab_size):
+        raise ValueError(f"{place} has no tokenizer that fits a vocabulary of {config.vocab_size}: no tokenizer.json?")
 
 
 def usual(config: checkpoints.Config, method: str | None, budget: int | float | None) -> tuple[str, int | float]:
@@ -145,6 +149,13 @@ def drafting(drafts: int | None, draft_loops: int | None, *, extra: bool = False
     if extra and drafts is not None:
         return Speculation(drafts=drafts, by="extra")
     return None if drafts is None else Speculation(drafts=drafts, draft_loops=draft_loops or 2)
+
+
+def opening_line(model: str, config: checkpoints.Config, prompts: Sequence[Sequence[int]]) -> str:
+    """The model, where it runs, and the length of its prompts."""
+    loops = f"{config.loops} loops of " if config.loops > 1 else ""
+    place, tokens = jax.devices()[0].device_kind, sum(map(len, prompts))
+    return f"{model}, {loops}{config.num_layers} layers, on {place}; {tokens:,} prompt tokens"
 
 
 def share_read(method: str, budget: int | float, reference: ReferenceCorrection | None = None) -> str:

@@ -62,8 +62,12 @@ class PromptReservation:
 
 
 def track(paged: PagedState) -> CompactedState:
-    """A state in which nothing is left out yet: every key's position is its place in the table of its request."""
+    """A state in which nothing is left out yet: every key's position is its place in the table of its request.
+
+    Raises ValueError for quantised latents, which cannot be moved one by one.
+    """
     kv, table = paged.kv, paged.table
+    require(kv.quantised is None, f"compaction moves keys and values, not the bytes of {kv.quantised}")
     alive = slot_pool.live(paged.pool, table.pages, table.incarnations)
     place = jnp.arange(table.pages.shape[1] * kv.page_size, dtype=jnp.int32).reshape(-1, 1, kv.page_size)
     positions = jnp.full((kv.planes, kv.pages, kv.kv_heads, kv.page_size), -1, jnp.int32)

@@ -48,15 +48,13 @@ class IndexKeys:
 
     def __post_init__(self):
         check_pool(1, self.page_size)
-        dim = as_int("dim", self.dim)
-        require(dim > 0 and dim % 4 == 0, f"dim must be a positive multiple of 4, so that scales align, got {dim}")
+        size = self.page_size * index_key_bytes(self.dim)
         if isinstance(self.data, np.ndarray):
             object.__setattr__(self, "data", jnp.array(self.data))
         if hasattr(self.data, "shape"):
-            size = self.page_size * (dim + 4)
             require(
                 self.data.dtype == jnp.uint8 and self.data.ndim == 2 and self.data.shape[1] == size,
-                f"data must be uint8 [N, {size}] for page_size {self.page_size} and dim {dim}, "
+                f"data must be uint8 [N, {size}] for page_size {self.page_size} and dim {self.dim}, "
                 f"got {self.data.dtype} {list(self.data.shape)}",
             )
 
@@ -70,10 +68,17 @@ class IndexKeys:
 register_pool(IndexKeys)
 
 
+def index_key_bytes(dim: int) -> int:
+    """Bytes of one key and its scale, d + 4. Raises ValueError for columns that would leave the scales unaligned."""
+    dim = as_int("dim", dim)
+    require(dim > 0 and dim % 4 == 0, f"dim must be a positive multiple of 4, so that scales align, got {dim}")
+    return dim + 4
+
+
 def create_index_keys(pages: int, page_size: int, dim: int = 128) -> IndexKeys:
     """Empty pages of zero bytes, which read back as 0. ValueError for sizes that do not fit."""
     pages, page_size = check_pool(pages, page_size)
-    return IndexKeys(jnp.zeros((pages, page_size * (as_int("dim", dim) + 4)), jnp.uint8), page_size, dim)
+    return IndexKeys(jnp.zeros((pages, page_size * index_key_bytes(dim)), jnp.uint8), page_size, dim)
 
 
 def quantize_index_keys(x: Any, *, scales: str = "power_of_two") -> tuple[jax.Array, jax.Array]:

@@ -13,42 +13,94 @@ from jax import lax
 import pallas_kernels
 from pallas_kernels.pairs import offsets_wrap
 from sparse_jax import dispatch
+from sparse_jax.index_keys import IndexKeys, dequantize_index_keys, index_key_bytes, write_index_keys
+from sparse_jax.latent_cache import FORMATS, LatentCache, dequantize_latent, latent_bytes, write_latent
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """What the bytes of a cache of latents mean: keys are rows of a `LatentCache`, values pages of `IndexKeys`."""
+
+    format: str
+    latent_dim: int
+    rope_dim: int
+    index_dim: int  # 1: there are no index keys, and nothing is written
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a token in keys and values. Raises ValueError for columns that the formats cannot hold."""
+        index = index_key_bytes(self.index_dim) if self.index_dim > 1 else 1
+        return latent_bytes(self.format, self.latent_dim, self.rope_dim), index
+
+    def pools(self, k: jax.Array, v: jax.Array) -> tuple[LatentCache, Any]:
+        """Pages u8[N, 1, P, bytes] as the operations of sparse MLA take them."""
+        pages, _, page_size, size = k.shape
+        latents = LatentCache(k.reshape(pages, page_size, size), self.format, self.latent_dim, self.rope_dim)
+        return latents, IndexKeys(v.reshape(pages, -1), page_size, self.index_dim) if self.index_dim > 1 else v
+
+    def read(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Pages u8[N, 1, P, bytes] as numbers f32[N, 1, P, columns]."""
+        latents, keys = self.pools(k, v)
+        values = dequantize_index_keys(keys)[:, None] if self.index_dim > 1 else v.astype(jnp.float32)
+        return dequantize_latent(latents)[:, None], values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of all planes, head-major."""
+    """Keys and values of all planes, head-major; quantised ones are bytes, in which tokens are not told apart."""
 
-    k: jax.Array  # [planes, N, Hkv, P, D]
-    v: jax.Array  # [planes, N, Hkv, P, Dv]
+    k: jax.Array  # [planes, N, Hkv, P, D], or u8[planes, N, 1, P, bytes of a token]
+    v: jax.Array  # [planes, N, Hkv, P, Dv], or the same
+    quantised: Quantised | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     planes = property(lambda self: self.k.shape[0])
     pages = property(lambda self: self.k.shape[1])
     kv_heads = property(lambda self: self.k.shape[2])
     page_size = property(lambda self: self.k.shape[3])
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """D and Dv of what is written."""
+        q = self.quantised
+        return (self.k.shape[-1], self.v.shape[-1]) if q is None else (q.latent_dim + q.rope_dim, q.index_dim)
 
-def create(shape: tuple[int, int, int, int], key_width: int, value_width: int, dtype: Any) -> PagedKV:
-    """Zeros: shape is (planes, N, Hkv, P). Raises ValueError for a type other than a float of 1, 2 or 4 bytes."""
+
+def create(
+    shape: tuple[int, int, int, int], key_width: int, value_width: int, dtype: Any, latent_dim: int | None
+) -> PagedKV:
+    """Zeros: shape is (planes, N, Hkv, P); `dtype` and `latent_dim` as for `paging.create`."""
+    if isinstance(dtype, str) and dtype in FORMATS:
+        if shape[2] != 1 or latent_dim is None:
+            raise ValueError(
+                f"{dtype} holds latents that all heads share: kv_heads must be 1 and latent_dim say how many of the "
+                f"{key_width} columns are latent, got {shape[2]} and {latent_dim}"
+            )
+        quantised = Quantised(FORMATS[dtype], latent_dim, key_width - latent_dim, value_width)
+        return PagedKV(*(jnp.zeros((*shape, size), jnp.uint8) for size in quantised.sizes()), quantised=quantised)
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in (8, 16, 32):
         raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
     return PagedKV(jnp.zeros((*shape, key_width), dtype), jnp.zeros((*shape, value_width), dtype))
 
 
-def flat(kv: PagedKV) -> tuple[jax.Array, jax.Array]:
-    """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses."""
-    return kv.k.reshape(-1, *kv.k.shape[2:]), kv.v.reshape(-1, *kv.v.shape[2:])
+def flat(kv: PagedKV) -> tuple[Any, Any]:
+    """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses.
+
+    Of a quantised cache a `LatentCache` and `IndexKeys` of planes * N pages; without index keys some bytes instead.
+    """
+    k, v = (pool.reshape(-1, *pool.shape[2:]) for pool in (kv.k, kv.v))
+    return (k, v) if kv.quantised is None else kv.quantised.pools(k, v)
 
 
 def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:
     """Write M tokens, k [planes, M, Hkv, D] and v [planes, M, Hkv, Dv], at slots of the planes from `plane` on.
 
     slots: i32[M], or i32[M, Hkv] where each KV head has a place of its own for the token. `plane` i32[] is valid, slots
-    are valid or -1 and differ from each other (in a head). Values are cast to the type of the pool; eight-bit floats
-    saturate (infinities too) and NaN stays NaN.
+    are valid or -1 and differ from each other (in a head). Values are cast to the type of the pool, or quantised;
+    eight-bit floats saturate (infinities too) and NaN stays NaN.
     """
+    if kv.quantised is not None:
+        return _put_quantised(kv, plane, slots, k, v)
     page = jnp.where(slots >= 0, slots // kv.page_size, -1)
     offset = jnp.where(slots >= 0, slots % kv.page_size, 0)
 
@@ -63,6 +115,16 @@ def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Ar
         return lax.platform_dependent(*args, cpu=cpu, default=_put_scatter)
 
     return PagedKV(one(kv.k, k), one(kv.v, v))
+
+
+def _put_quantised(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:
+    first = (plane + jnp.arange(k.shape[0], dtype=jnp.int32)) * (kv.pages * kv.page_size)
+    at = jnp.where(slots.reshape(-1) >= 0, first[:, None] + slots.reshape(-1), -1).reshape(-1)
+    latents, keys = flat(kv)
+    kv = dataclasses.replace(kv, k=write_latent(latents, at, k.reshape(at.size, -1)).data.reshape(kv.k.shape))
+    if not isinstance(keys, IndexKeys):
+        return kv
+    return dataclasses.replace(kv, v=write_index_keys(keys, at, v.reshape(at.size, -1)).data.reshape(kv.v.shape))
 
 
 def _put_loop(pool, plane, page, offset, new):
@@ -104,7 +166,8 @@ def copy_pages(kv: PagedKV, sources: jax.Array, targets: jax.Array) -> PagedKV:
     wraps = any(offsets_wrap(pool.reshape(*pool.shape[:2], -1)) for pool in pools)
     refusal = "pages of an odd number of bytes in a pool between 2^31 and 2^32 bytes" if wraps else None
     kernel = pallas_kernels.copy_pages
-    return PagedKV(*dispatch.run(None, (pools, sources, targets), xla=_copy_loop, kernel=kernel, refusal=refusal))
+    k, v = dispatch.run(None, (pools, sources, targets), xla=_copy_loop, kernel=kernel, refusal=refusal)
+    return dataclasses.replace(kv, k=k, v=v)
 
 
 def _copy_loop(pools, sources, targets):
@@ -152,10 +215,15 @@ def _overwrite_bits(rows, new, *at):
     return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, *at), rows.dtype)
 
 
-def tokens_of(pool: jax.Array, plane: jax.Array, pages: jax.Array) -> jax.Array:
-    """Tokens [K * P, Hkv, D] of K pages i32[K] in one plane of pool [planes, N, Hkv, P, D]; for -1 those of page 0."""
-    rows = pool.at[plane, jnp.maximum(pages, 0)].get(mode="promise_in_bounds")  # [K, Hkv, P, D]
-    return jnp.moveaxis(rows, 2, 1).reshape(-1, pool.shape[2], pool.shape[4])
+def tokens_of(kv: PagedKV, plane: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [K * P, Hkv, D] and values [K * P, Hkv, Dv] of K pages i32[K] in one plane; for -1 those of page 0.
+
+    Quantised ones as float32.
+    """
+    at = plane, jnp.maximum(pages, 0)
+    k, v = (pool.at[at].get(mode="promise_in_bounds") for pool in (kv.k, kv.v))  # [K, Hkv, P, D]
+    k, v = (k, v) if kv.quantised is None else kv.quantised.read(k, v)
+    return tuple(jnp.moveaxis(x, 2, 1).reshape(-1, kv.kv_heads, x.shape[-1]) for x in (k, v))  # type: ignore[return-value]
 
 
 def _present(ids: jax.Array) -> tuple[jax.Array, jax.Array]:

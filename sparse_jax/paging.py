@@ -97,11 +97,14 @@ def create(
     requests: int,
     pages_per_request: int,
     dtype=jnp.float32,
+    latent_dim: int | None = None,
 ) -> PagedState:
     """An empty state: `pages` free pages of `page_size` tokens, and `requests` empty requests.
 
     Keys are [planes, pages, kv_heads, page_size, key_width] of `dtype` (a float type of 1, 2 or 4 bytes), values the
-    same with value_width (default key_width). Raises ValueError with the values seen.
+    same with value_width (default key_width). dtype may be a format of `LatentCache` by its name: then keys are latents
+    of latent_dim columns and rotary ones, values the keys of an indexer (value_width 1: there are none), and `write`
+    quantises both. Raises ValueError with the values seen.
     """
     value_width = key_width if value_width is None else value_width
     sizes = {"planes": planes, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "key_width": key_width}
@@ -123,7 +126,7 @@ def create(
             lengths=jnp.zeros(requests, jnp.int32),
             status=jnp.full(requests, OK, jnp.int32),
         ),
-        kv=paged_kv.create((planes, pages, kv_heads, page_size), key_width, value_width, dtype),
+        kv=paged_kv.create((planes, pages, kv_heads, page_size), key_width, value_width, dtype, latent_dim),
     )
 
 
@@ -320,7 +323,10 @@ def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Arr
 
 
 def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [W * P, Hkv, D] and values [W * P, Hkv, Dv] of one request in token order; zeros where absent or stale."""
+    """Keys [W * P, Hkv, D] and values [W * P, Hkv, Dv] of one request in token order; zeros where absent or stale.
+
+    Quantised ones come as float32.
+    """
     kv, table = state.kv, state.table
     plane, plane_inside = _plane(state, plane)
     request = as_ids("request", request)
@@ -330,11 +336,8 @@ def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax
     token = jnp.arange(alive.size * kv.page_size, dtype=jnp.int32)
     valid = jnp.repeat(alive, kv.page_size) & (token < table.lengths[row]) & inside & plane_inside
 
-    def tokens(pool):
-        rows = paged_kv.tokens_of(pool, plane, jnp.where(alive, table.pages[row], -1))
-        return jnp.where(valid[:, None, None], rows, jnp.zeros((), pool.dtype))
-
-    return tokens(kv.k), tokens(kv.v)
+    k, v = paged_kv.tokens_of(kv, plane, jnp.where(alive, table.pages[row], -1))
+    return tuple(jnp.where(valid[:, None, None], x, jnp.zeros((), x.dtype)) for x in (k, v))  # type: ignore[return-value]
 
 
 def check(state: PagedState) -> None:
@@ -377,8 +380,8 @@ def _plane(state: PagedState, plane) -> tuple[jax.Array, jax.Array]:
 
 
 def _check_new(kv: PagedKV, leading: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:
-    for name, new, pool in (("k", k, kv.k), ("v", v, kv.v)):
-        if new.shape != (shape := (*leading, kv.kv_heads, pool.shape[-1])):
+    for name, new, width in zip("kv", (k, v), kv.widths):
+        if new.shape != (shape := (*leading, kv.kv_heads, width)):
             raise ValueError(f"{name} must be {list(shape)}, got {list(new.shape)}")
 
 

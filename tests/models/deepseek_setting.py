@@ -24,26 +24,20 @@ def small_deepseek(**changes) -> DeepseekConfig:
     return DeepseekConfig(**(sizes | heads | parts | changes))
 
 
-def empty(config: DeepseekConfig, requests: int) -> paging.PagedState:
-    return paging.create(
-        planes=config.planes,
-        pages=PAGES,
-        page_size=PAGE_SIZE,
-        kv_heads=config.num_kv_heads,
-        key_width=config.head_dim,
-        value_width=config.value_dim,
-        requests=requests,
-        pages_per_request=6,
-    )
+def empty(config: DeepseekConfig, requests: int, cache_dtype="float32") -> paging.PagedState:
+    sizes = {"planes": config.planes, "pages": PAGES, "page_size": PAGE_SIZE}
+    return paging.create(**sizes, requests=requests, pages_per_request=6, **config.pools(cache_dtype))
 
 
 prefill = jax.jit(decode.prefill, static_argnames="selector")
 step = jax.jit(decode.decode_step, static_argnames=("selector", "implementation"))
 
 
-def decoded(model: Deepseek, tokens: np.ndarray, prompts, lengths, selector) -> tuple[list, decode.DecodeOutput]:
+def decoded(
+    model: Deepseek, tokens: np.ndarray, prompts, lengths, selector, cache_dtype="float32"
+) -> tuple[list, decode.DecodeOutput]:
     """Logits [request][position - prompt] of prefill and teacher-forced steps over pages, and the last output."""
-    out = prefill(model, tokens, jnp.array(prompts), empty(model.config, len(prompts)), selector, ())
+    out = prefill(model, tokens, jnp.array(prompts), empty(model.config, len(prompts), cache_dtype), selector, ())
     logits = [[row] for row in np.asarray(out.logits)]
     for taken in range(max(n - p for p, n in zip(prompts, lengths))):
         at = np.array([p + taken if p + taken < n else -1 for p, n in zip(prompts, lengths)], np.int32)

@@ -40,6 +40,12 @@ def test_it_reads_by_its_indexer_and_drafts_with_its_extra_layer(folder):
     assert "of the drafts accepted" in told
 
 
+def test_it_reads_a_quantised_cache(folder):
+    code, text, told = generate(folder, "--cache-dtype", "fp8")
+    assert code == 0, told
+    assert len(text) > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -47,6 +53,7 @@ def test_it_reads_by_its_indexer_and_drafts_with_its_extra_layer(folder):
         (("--method", "quest"), "latent attention is read by the selectors 'dsa' and 'dense'"),
         (("--budget", "1/8"), "takes a number of tokens as its budget"),
         (("--speculate", 2, "--capture-loop", 0), "none to correct"),
+        (("--cache-dtype", "float8_e4m3fn"), "cache_dtype must be float32, bfloat16, float16 or fp8_ds_mla"),
     ],
 )
 def test_what_it_cannot_do_is_said_in_one_line(folder, arguments, message):

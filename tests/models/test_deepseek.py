@@ -213,7 +213,7 @@ def test_generation_is_the_arg_max_of_the_full_forward_and_says_what_it_read(mod
         generate(model, [[1]], selector=selectors.get("quest"))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "fp8_ds_mla"])
 def test_no_call_copies_the_pool(model, dtype):
     """A pool of one head is written in place, too: what a call needs beside its arguments is far below it."""
     result = generate(model, [[1, 2, 3]] * 2, max_tokens=32, page_size=4, pages=16_384, cache_dtype=dtype)

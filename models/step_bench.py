@@ -91,19 +91,19 @@ def _random(like: jax.ShapeDtypeStruct) -> jax.Array:
     return _normal(like.shape, like.dtype)
 
 
+def random_ouro(config: OuroConfig, dtype: Any) -> Ouro:
+    """A model with random weights."""
+    # Matrix by matrix: to draw the numbers of all of them in one program takes XLA minutes to compile.
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: Ouro(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)))
+    return nnx.merge(graph, jax.tree.map(_random, shapes))
+
+
 class Loop:
     """The one model and state of a case; steps of all variants take turns with it, as it may not fit twice."""
 
     def __init__(self, case: OuroShape) -> None:
         self.case = case
-        dtype = jnp.dtype(case.dtype)
-
-        def model() -> Ouro:
-            return Ouro(case.config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
-
-        # Matrix by matrix: to draw the numbers of all of them in one program takes XLA minutes to compile.
-        graph, shapes = nnx.split(nnx.eval_shape(model))
-        self.graph, self.params = graph, jax.tree.map(_random, shapes)
+        self.graph, self.params = nnx.split(random_ouro(case.config, jnp.dtype(case.dtype)))
         self.state = self._new_state()
 
     def _new_state(self) -> DecodeState:

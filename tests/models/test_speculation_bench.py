@@ -1,8 +1,10 @@
 """The bench suite of self-speculation."""
 
+import jax.numpy as jnp
 import pytest
 
 from models import speculation_bench
+from models.ouro import OuroConfig
 from models.speculation_bench import SpeculationShape, Way
 from sparse_jax.bench import suites
 from sparse_jax.bench.timing import Effort
@@ -40,3 +42,14 @@ def test_a_way_runs_on_a_cpu_beside_the_other_suites(monkeypatch):
     # The first token is there before the clock starts.
     assert 1 <= details["tokens a round"] <= SMALL.drafts + 1
     assert details["tokens/s"] * row.microseconds == pytest.approx(1e6)
+
+
+def test_a_released_size_has_random_weights_and_overlapped_rounds(monkeypatch):
+    case = next(case for case in speculation_bench.CASES if case.model == "ouro-1.4b")
+    assert list(speculation_bench.ways(case)) == ["rounds, overlapped", "rounds, none read"]
+    small = OuroConfig.tiny(hidden_size=64, intermediate_size=64, num_layers=1)
+    monkeypatch.setattr(OuroConfig, "ouro_1_4b", lambda: small)
+    config, model = speculation_bench._model.__wrapped__(case.model)
+    hidden = model.forward(jnp.ones((1, 3), jnp.int32)).hidden
+    assert config is small
+    assert (hidden.dtype, bool(jnp.isfinite(hidden).all())) == (jnp.bfloat16, True)

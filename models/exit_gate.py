@@ -51,7 +51,15 @@ def exit_loop(gate_logits: jax.Array, *, threshold: float = 1.0, step: int | Non
 
 
 def chosen_exit(config: ModelConfig, threshold: float | None, step: int | None) -> dict[str, Any]:
-    """The options of `select_exit`: the caller's, or the model's for those that are None; a threshold goes alone."""
+    """The options of `select_exit`: the caller's, or the model's for those that are None; a threshold goes alone.
+
+    Raises ValueError for an exit that the caller wants from a model of one loop.
+    """
+    if config.loops == 1 and not (threshold is None and step is None):
+        raise ValueError(
+            "exit_threshold and exit_step choose among the loops of a looped model, and this model has one, "
+            f"got {threshold} and {step}"
+        )
     if threshold is None and step is None:
         step = config.exit_step
     return {"threshold": config.exit_threshold if threshold is None else threshold, "step": step}

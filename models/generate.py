@@ -11,7 +11,6 @@ rounded up, so that prompts of similar length share a compilation.
 
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,10 +23,12 @@ from flax import nnx
 from models import speculation_extra
 from models.decode import DecodeOptions, DecodeState, StepOutput, decode_chunk, prefill_batch
 from models.executables import compilations, executable
+from models.exit_gate import chosen_exit
 from models.interface import LoopedModel, ModelConfig
 from models.reference import ReferenceCorrection
 from models.sampling import GREEDY, Sampling, request_keys
 from models.speculation import RoundOutput, Speculation, speculate_chunk
+from models.stats import Stats, peak_memory
 from sparse_jax import paging
 from sparse_jax.selectors import Selector
 
@@ -37,37 +38,6 @@ class Chunk:
     """What one device call added: tokens[b] are the new tokens of request b, without the stop token."""
 
     tokens: list[list[int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stats:
-    """The account of a generation so far. Times are wall-clock seconds of finished device work, without compilation.
-
-    kv_tokens_read: cached tokens that decode steps read, once per plane and KV head, rejected drafts' too, so it may be
-    above kv_tokens_dense, what plain dense decoding would have read. Both leave out the prefill.
-    """
-
-    prompt_tokens: int
-    tokens: int  # sampled in all, stop tokens included
-    compile_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    tokens_per_second: float | None  # of the decode steps, all requests together; None before the first
-    kv_tokens_read: int
-    kv_tokens_dense: int
-    exit_loops: tuple[int, ...]  # decode tokens by the loop that gave their logits
-    stale: int  # reads and writes of pages that had changed hands; 0 unless something else uses the pool
-    peak_memory_bytes: int | None
-    peak_memory_of: str  # "device", or "process" where the device does not tell
-    retained_mass: float | None = None  # of the keys that reference correction kept, at its last capture: the mean
-    retained_mass_least: float | None = None  # the same of the worst token, layer and query head
-    acceptance: float | None = None  # of speculation: the share of the drafts that were right
-    tokens_per_round: float | None = None  # of speculation: of each request that took part
-
-    @property
-    def kv_fraction(self) -> float | None:
-        """Share of the cache that was read, None before the first decode step."""
-        return self.kv_tokens_read / self.kv_tokens_dense if self.kv_tokens_dense else None
 
 
 def generate(
@@ -102,12 +72,11 @@ def generate(
     several tokens.
 
     Raises ValueError for prompts that are empty, hold ids outside the vocabulary, or do not fit the model's positions,
-    for a reference or a speculation that the model or the selector cannot work with, and for a cache_dtype that the
-    model cannot read.
+    for a reference or a speculation that the model or the selector cannot work with, for a cache_dtype that the model
+    cannot read, and for an exit of a model that has one loop.
     """
     config = model.config
     selector = config.selector_for(selector)
-    _check_options(reference, speculation, selector, config)
     options = DecodeOptions(
         selector=selector,
         sampling=sampling,
@@ -117,30 +86,42 @@ def generate(
         exit_step=exit_step,
         reference=reference,
     )
+    _check_options(options, speculation, config)
     ids = [[int(token) for token in prompt] for prompt in prompts]
     limits = (
         [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
     )
     _check(ids, limits, chunk, config.vocab_size, config.max_positions)
-    by_extra = speculation is not None and speculation.by == "extra"  # which has a plane of its own
-    page_size = page_size or options.selector.page_size or 16
     # The last token of a request is sampled, but never written.
-    held = [options.selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
-    needed = [-(-tokens // page_size) for tokens in held]
-    paged = paging.create(
-        planes=config.planes + by_extra,
-        pages=_rounded_up(sum(needed)) if pages is None else pages,
-        page_size=page_size,
-        requests=len(ids),
-        # The rows of a round may look past the last token, but have no page there.
-        pages_per_request=_rounded_up(max(needed) + (-(-speculation.drafts // page_size) if speculation else 0)),
-        **config.pools(model.dtype if cache_dtype is None else cache_dtype),
-    )
+    held = [selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
+    cache = config.pools(model.dtype if cache_dtype is None else cache_dtype)
+    paged = _empty_cache(config, held, page_size or selector.page_size or 16, pages, speculation, cache)
     state = _empty_state(paged, selector, limits, seed)
-    if by_extra:
+    if speculation is not None and speculation.by == "extra":
         further = jnp.zeros_like(model.embed(jnp.zeros((len(ids), 1), jnp.int32))[:, 0])
         state = dataclasses.replace(state, further=further)
     return Generation(model, ids, state, options, chunk, speculation)
+
+
+def _empty_cache(
+    config: ModelConfig,
+    held: list[int],
+    page_size: int,
+    pages: int | None,
+    speculation: Speculation | None,
+    cache: dict[str, Any],
+) -> paging.PagedState:
+    """For requests that keep at most so many tokens each; cache: what `ModelConfig.pools` says."""
+    needed = [-(-tokens // page_size) for tokens in held]
+    return paging.create(
+        planes=config.planes + (speculation is not None and speculation.by == "extra"),  # its layer has a plane
+        pages=_rounded_up(sum(needed)) if pages is None else pages,
+        page_size=page_size,
+        requests=len(held),
+        # The rows of a round may look past the last token, but have no page there.
+        pages_per_request=_rounded_up(max(needed) + (-(-speculation.drafts // page_size) if speculation else 0)),
+        **cache,
+    )
 
 
 def _empty_state(
@@ -160,9 +141,9 @@ def _empty_state(
     )
 
 
-def _check_options(
-    reference: ReferenceCorrection | None, speculation: Speculation | None, selector: Selector, config: ModelConfig
-) -> None:
+def _check_options(options: DecodeOptions, speculation: Speculation | None, config: ModelConfig) -> None:
+    reference, selector = options.reference, options.selector
+    chosen_exit(config, options.exit_threshold, options.exit_step)
     for name, value, kind in (("reference", reference, ReferenceCorrection), ("speculation", speculation, Speculation)):
         if not isinstance(value, kind | None):
             raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
@@ -379,16 +360,3 @@ def _decode(params, state, graph, options, steps, speculation):
     rounds = -(-steps // (speculation.drafts + 1))
     state, out = speculate_chunk(graph, params, state, options, speculation, rounds)
     return state, out.steps(), out
-
-
-def peak_memory() -> tuple[int | None, str]:
-    """(bytes, "device") at the peak since the process began, or (bytes, "process") where the device does not tell."""
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in statistics:
-        return int(statistics["peak_bytes_in_use"]), "device"
-    try:
-        import resource  # not there on Windows
-    except ImportError:
-        return None, "process"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024), "process"

@@ -12,11 +12,12 @@ from rich.markup import escape
 
 from models import chat, checkpoints, tokenizers
 from models.deepseek_config import DeepseekConfig
-from models.generate import Chunk, Generation, Stats, generate
+from models.generate import Chunk, Generation, generate
 from models.prompts import Prompts
 from models.reference import ReferenceCorrection
 from models.sampling import Sampling
 from models.speculation import Speculation
+from models.stats import Stats
 from sparse_jax import selectors
 from sparse_jax.selectors import Selector
 

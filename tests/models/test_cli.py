@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from models import checkpoints, cli_options, prompts, terminal
 from models.cli import add_xla_flag, app, explanation
-from models.generate import Stats
 from models.ouro import Ouro
+from models.stats import Stats
 from sparse_jax import selectors
 from tests.models import numpy_llama
 from tests.models.checkpoints.gguf_writing import TOKENS, write_gguf

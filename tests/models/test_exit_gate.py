@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.exit_gate import exit_log_probabilities, exit_loop, select_exit
+from models.exit_gate import chosen_exit, exit_log_probabilities, exit_loop, select_exit
+from tests.models.configs import small_llama
 
 
 def logit(p):
@@ -72,6 +73,13 @@ def test_step_goes_before_threshold():
 def test_refuses_impossible_exits(options, message):
     with pytest.raises(ValueError, match=message):
         exit_loop(jnp.zeros((4, 1)), **options)
+
+
+@pytest.mark.parametrize("wanted", [(0.5, None), (1.0, None), (None, 0)])
+def test_a_model_of_one_loop_has_nothing_to_exit_from(wanted):
+    assert chosen_exit(small_llama(), None, None) == {"threshold": 1.0, "step": None}
+    with pytest.raises(ValueError, match=f"and this model has one, got {wanted[0]} and {wanted[1]}"):
+        chosen_exit(small_llama(), *wanted)
 
 
 def test_batch_with_different_exits_equals_single_requests():

@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else "",
     ]
 )
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in processes that tests start, too, such as those of notebooks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -25,12 +25,12 @@ from flax import nnx
 from models import latent_attention
 from models.deepseek_config import DeepseekConfig as DeepseekConfig
 from models.deepseek_config import IndexerConfig as IndexerConfig
-from models.experts import MLP, MixtureOfExperts, matrix
 from models.experts import ExpertsConfig as ExpertsConfig
+from models.experts import MixtureOfExperts
 from models.interface import Attend, Cache, Keep, LoopOutput, keep_all
 from models.latent_attention import Choice
 from models.latent_layers import LatentAttention
-from models.layers import RMSNorm, check_loops
+from models.layers import MLP, RMSNorm, check_loops, matrix
 from models.rotary import Yarn as Yarn
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers import check_at_least_one
+from models.layers import MLP, check_at_least_one, matrix
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -52,27 +52,6 @@ class ExpertsConfig:
 
 class Balance(nnx.Param):
     """A parameter that a rule of its own moves, not a gradient: the router's bias."""
-
-
-def matrix(rngs: nnx.Rngs, *shape: int, param_dtype) -> nnx.Param:
-    """A normal matrix [..., out, in], as checkpoints store it, with a standard deviation of fan_in ** -0.5."""
-    values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
-    return nnx.Param(values.astype(param_dtype))
-
-
-class MLP(nnx.Module):
-    """The gated feed-forward down(silu(gate x) * up x)."""
-
-    def __init__(self, hidden: int, width: int, *, rngs: nnx.Rngs, param_dtype):
-        self.gate_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
-        self.up_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
-        self.down_proj = matrix(rngs, hidden, width, param_dtype=param_dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [..., H] to [..., H]."""
-        gate = jnp.einsum("...h,ih->...i", x, self.gate_proj[...].astype(x.dtype))
-        up = jnp.einsum("...h,ih->...i", x, self.up_proj[...].astype(x.dtype))
-        return jnp.einsum("...i,hi->...h", jax.nn.silu(gate) * up, self.down_proj[...].astype(x.dtype))
 
 
 def route(scores: jax.Array, bias: jax.Array, config: ExpertsConfig) -> tuple[jax.Array, jax.Array]:

@@ -87,11 +87,7 @@ def generate(
         reference=reference,
     )
     _check_options(options, speculation, config)
-    ids = [[int(token) for token in prompt] for prompt in prompts]
-    limits = (
-        [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
-    )
-    _check(ids, limits, chunk, config.vocab_size, config.max_positions)
+    ids, limits = _requests(prompts, max_tokens, chunk, config)
     # The last token of a request is sampled, but never written.
     held = [selector.tokens_held(len(prompt), len(prompt) + limit - 1) for prompt, limit in zip(ids, limits)]
     cache = config.pools(model.dtype if cache_dtype is None else cache_dtype)
@@ -158,14 +154,22 @@ def _check_options(options: DecodeOptions, speculation: Speculation | None, conf
         )
 
 
-def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: int, positions: int) -> None:
-    if not prompts:
+def _requests(
+    prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], chunk: int, config: ModelConfig
+) -> tuple[list[list[int]], list[int]]:
+    """The prompts, and how many tokens each may get, as plain numbers that the model has room for."""
+    ids = [[int(token) for token in prompt] for prompt in prompts]
+    limits = (
+        [max_tokens] * len(ids) if isinstance(max_tokens, int | np.integer) else [int(limit) for limit in max_tokens]
+    )
+    vocabulary, positions = config.vocab_size, config.max_positions
+    if not ids:
         raise ValueError("no prompts")
-    if len(limits) != len(prompts):
-        raise ValueError(f"need one max_tokens or one for each of {len(prompts)} prompts, got {len(limits)}")
+    if len(limits) != len(ids):
+        raise ValueError(f"need one max_tokens or one for each of {len(ids)} prompts, got {len(limits)}")
     if min(limits) < 1 or chunk < 1:
         raise ValueError(f"max_tokens and chunk must be at least 1, got {min(limits)} and {chunk}")
-    for request, (prompt, limit) in enumerate(zip(prompts, limits)):
+    for request, (prompt, limit) in enumerate(zip(ids, limits)):
         if not prompt:
             raise ValueError(f"prompt {request} is empty; begin it with the model's first token")
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
@@ -176,6 +180,7 @@ def _check(prompts: list[list[int]], limits: list[int], chunk: int, vocabulary: 
                 f"prompt {request} has {len(prompt)} tokens; with {limit} new ones it passes the {positions} positions "
                 f"of the model: shorten the prompt or ask for at most {max(positions - len(prompt) + 1, 0)} tokens"
             )
+    return ids, limits
 
 
 def _rounded_up(n: int, least: int = 16) -> int:

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.deepseek_config import DeepseekConfig, IndexerConfig
-from models.experts import matrix
 from models.interface import Attend, Cache
 from models.latent_attention import Choice, LatentQuery
-from models.layers import RMSNorm
+from models.layers import RMSNorm, matrix
 from models.rotary import rotate
 from sparse_jax import hadamard
 

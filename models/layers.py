@@ -1,8 +1,10 @@
-"""Pieces that the models share: the root-mean-square norm and rotary positions."""
+"""Pieces that the models share: the root-mean-square norm, rotary positions, matrices, the gated feed-forward part."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from models.rotary import rotate
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -28,16 +30,29 @@ class RMSNorm(nnx.Module):
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotate the two halves of the last axis by the angle of each position.
+    """`rotate` as Llama and Ouro do: the two halves of the last axis of x [B, S, heads, D] by positions i32[B, S]."""
+    return rotate(x, positions, theta, interleaved=False)
 
-    x [B, S, heads, D]; positions i32[B, S]. Angles are float32; cos and sin are rounded to the dtype of x.
-    """
-    half = x.shape[-1] // 2
-    inverse_frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[:, :, None, None] * inverse_frequency  # [B, S, 1, D / 2]
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+def matrix(rngs: nnx.Rngs, *shape: int, param_dtype) -> nnx.Param:
+    """A normal matrix [..., out, in], as checkpoints store it, with a standard deviation of fan_in ** -0.5."""
+    values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
+    return nnx.Param(values.astype(param_dtype))
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden: int, width: int, *, rngs: nnx.Rngs, param_dtype):
+        self.gate_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
+        self.up_proj = matrix(rngs, width, hidden, param_dtype=param_dtype)
+        self.down_proj = matrix(rngs, hidden, width, param_dtype=param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x [..., H] to [..., H]."""
+        gate = jnp.einsum("...h,ih->...i", x, self.gate_proj[...].astype(x.dtype))
+        up = jnp.einsum("...h,ih->...i", x, self.up_proj[...].astype(x.dtype))
+        return jnp.einsum("...i,hi->...h", jax.nn.silu(gate) * up, self.down_proj[...].astype(x.dtype))
 
 
 def check_sizes(config, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions of DeepSeek's models: two layouts of the rotated pairs, and YaRN for contexts beyond the first one.
+"""Rotary positions: two layouts of the rotated pairs, and YaRN for contexts beyond the first one.
 
     half-split      the pairs are (x_i, x_{i + D/2})
     interleaved     the pairs are (x_{2i}, x_{2i + 1})
@@ -79,7 +79,6 @@ def rotate(
         frequencies, amplitude = yarn.frequencies(frequencies, theta), yarn.amplitude
     angle = positions.astype(jnp.float32)[:, :, None, None] * frequencies  # [B, S, 1, D / 2]
     cos, sin = (amplitude * jnp.cos(angle)).astype(x.dtype), (amplitude * jnp.sin(angle)).astype(x.dtype)
-    pairs = x.reshape(*x.shape[:-1], half, 2) if interleaved else x.reshape(*x.shape[:-1], 2, half)
-    axis = -1 if interleaved else -2
-    first, second = jnp.take(pairs, 0, axis), jnp.take(pairs, 1, axis)
-    return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis).reshape(x.shape)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.stack(turned, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(turned, axis=-1)

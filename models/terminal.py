@@ -58,16 +58,12 @@ def run(
     sizes = checkpoints.read_config(place)
     method, budget = usual(sizes, method, budget)
     selector, reference = reading(method, budget, retention, capture_loops)
-    speculation = drafting(drafts, draft_loops, extra=sizes.loops == 1 and getattr(sizes, "mtp_layers", 0) > 0)
+    speculation = drafting(drafts, draft_loops, sizes, model)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
     encoded = [tokenizer.encode(text, bos=not chat_template) for text in texts]
     config, network = checkpoints.load(model)
     check_tokenizer(tokenizer, config, place)
-    if speculation is not None and speculation.by == "loops" and config.loops == 1:
-        raise ValueError(
-            f"--speculate needs a looped model, whose first loops draft, or an extra layer: {model} has neither"
-        )
     generation = generate(
         network,
         encoded,
@@ -141,14 +137,22 @@ def reading(
     return selector, ReferenceCorrection(retention=0.1 if retention is None else retention, capture_loops=loops)
 
 
-def drafting(drafts: int | None, draft_loops: int | None, *, extra: bool = False) -> Speculation | None:
-    """What is drafted, and with `extra` by an extra layer; None: nothing. Raises ValueError for loops without use."""
+def drafting(drafts: int | None, draft_loops: int | None, config: checkpoints.Config, model: str) -> Speculation | None:
+    """What is drafted, by the first loops of the model or, where it has one, by its extra layer; None: nothing.
+
+    Raises ValueError for draft loops without use, and for a model that has neither.
+    """
+    extra = config.loops == 1 and getattr(config, "mtp_layers", 0) > 0
     if drafts is None and draft_loops is not None:
         raise ValueError(f"--draft-loops {draft_loops} belongs to --speculate: how many tokens to draft")
     if extra and draft_loops is not None:
         raise ValueError(f"--draft-loops {draft_loops}: this model drafts with its extra layer, it has no loops")
     if extra and drafts is not None:
         return Speculation(drafts=drafts, by="extra")
+    if drafts is not None and config.loops == 1:
+        raise ValueError(
+            f"--speculate needs a looped model, whose first loops draft, or an extra layer: {model} has neither"
+        )
     return None if drafts is None else Speculation(drafts=drafts, draft_loops=draft_loops or 2)
 
 

@@ -15,44 +15,48 @@ DEVICE_TOKENS, HOST_TOKENS = 524_288, 8192
 """Tokens of a batch on a GPU and on a CPU."""
 
 
+ModelOption = Annotated[
+    str,
+    typer.Option(help="ouro-tiny, deepseek-tiny, smollm2-135m (after `fetch`), a folder, or owner/name of a hub."),
+]
+MethodsOption = Annotated[
+    str,
+    typer.Option(
+        help="Methods, separated by commas; options as quest:page_size=32 or dsa:k=64. Default: the usual ones."
+    ),
+]
+TasksOption = Annotated[
+    str, typer.Option(help="passkey, keys8, chain2, common or copy16, text. Default: what suits the model.")
+]
+BudgetsOption = Annotated[str, typer.Option(help="What a step may read: tokens, or shares of the length.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Tokens of all requests of a batch; default by device.")]
+DenseLayersOption = Annotated[int, typer.Option(min=0, help="The first layers read everything; Quest's paper has 2.")]
+DiagnosticsOption = Annotated[
+    bool, typer.Option(help="Retained mass, recall and output error against dense attention; reads everything.")
+]
+TierOption = Annotated[
+    str | None, typer.Option(help="quick: a small run on the shipped model that tells a broken selector; no other.")
+]
+
+
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Option(help="ouro-tiny, deepseek-tiny, smollm2-135m (after `fetch`), a folder, or owner/name of a hub."),
-    ] = "ouro-tiny",
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods, separated by commas; options as quest:page_size=32 or dsa:k=64. Default: the usual ones."
-        ),
-    ] = "",
-    tasks: Annotated[
-        str, typer.Option(help="passkey, keys8, chain2, common or copy16, text. Default: what suits the model.")
-    ] = "",
+    model: ModelOption = "ouro-tiny",
+    methods: MethodsOption = "",
+    tasks: TasksOption = "",
     lengths: Annotated[str, typer.Option(help="Tokens of context, question and answer.")] = "512",
-    budgets: Annotated[
-        str, typer.Option(help="What a step may read: tokens, or shares of the length.")
-    ] = "1/16,1/8,1/4",
+    budgets: BudgetsOption = "1/16,1/8,1/4",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each cell.")] = 64,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of all requests of a batch; default by device.")
-    ] = None,
+    batch: BatchOption = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same prompts.")] = 0,
     text: Annotated[Path | None, typer.Option(help="A text for the filler and for the task text (perplexity).")] = None,
-    dense_layers: Annotated[
-        int, typer.Option(min=0, help="The first layers read everything; Quest's paper has 2.")
-    ] = 0,
-    diagnostics: Annotated[
-        bool, typer.Option(help="Retained mass, recall and output error against dense attention; reads everything.")
-    ] = True,
+    dense_layers: DenseLayersOption = 0,
+    diagnostics: DiagnosticsOption = True,
     dtype: Annotated[str | None, typer.Option(help="Of the model, such as bfloat16; default its own.")] = None,
     attention: Annotated[str, typer.Option(help="Of the prompt: auto, xla or cudnn (on a GPU, in 16 bits).")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads that compile ahead; default one a core.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file; cells that are in it already are not run again.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots; needs matplotlib.")] = None,
-    tier: Annotated[
-        str | None, typer.Option(help="quick: a small run on the shipped model that tells a broken selector; no other.")
-    ] = None,
+    tier: TierOption = None,
 ) -> None:
     """Measure what a method costs in quality: questions about generated texts, asked after the context was stored.
 

@@ -69,18 +69,6 @@ class BalancedExperts:
         return out + self.experts.shared_experts(x) if gate.config.shared else out
 
 
-class DroppedBranch:
-    """A branch of a layer followed by dropout."""
-
-    def __init__(self, branch: Any, mask: jax.Array):
-        self.branch, self.mask = branch, mask
-
-    def __call__(self, *arguments: Any) -> Any:
-        """What the branch gives, its first result dropped."""
-        result = self.branch(*arguments)
-        return (result[0] * self.mask, *result[1:]) if isinstance(result, tuple) else result * self.mask
-
-
 class Forward(NamedTuple):
     """What a forward pass of all layers gives."""
 
@@ -109,16 +97,14 @@ def forward(model: Deepseek, tokens: jax.Array, stage: Stage, *, further: bool =
 
 def prepare(model: Deepseek, key: jax.Array, rows: jax.Array, length: int, rate: float) -> list[BalancedExperts]:
     """Give a model (one that lives in this trace only) dropout in the rows of bool[B] and experts that take notes."""
-    noting, dropped = [], round(256 * rate)
-    for layer in [*model.layers, *(extra.layer for extra in model.extra)]:
+    noting, layers = [], [*model.layers, *(extra.layer for extra in model.extra)]
+    for layer in layers:
         if isinstance(layer.mlp, MixtureOfExperts):
             noting.append(BalancedExperts(layer.mlp))
             layer.mlp = noting[-1]  # type: ignore[assignment]
-        for name in ("self_attn", "mlp") if dropped else ():
-            key, draw = jax.random.split(key)
-            kept = jax.random.bits(draw, (*rows.shape, length, model.config.hidden_size), jnp.uint8) >= dropped
-            mask = jnp.where(rows[:, None, None], kept * (256 / (256 - dropped)), 1.0).astype(model.dtype)
-            setattr(layer, name, DroppedBranch(getattr(layer, name), mask))
+    if rate > 0:
+        like = jax.ShapeDtypeStruct((*rows.shape, length, model.config.hidden_size), model.dtype)
+        objective.drop_branches(layers, ("self_attn", "mlp"), key, rows, like, rate)
     return noting
 
 

@@ -8,7 +8,8 @@ of the label of the byte to predict. A byte of a label `tasks.BEHIND` + d has th
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,24 +47,35 @@ REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN, tasks.BEHIND)
 
 
 class DroppedBranch:
-    """A branch's closing norm followed by dropout; one mask serves all loops, as over the steps of a recurrent net."""
+    """A branch of a layer, or its closing norm, followed by dropout."""
 
-    def __init__(self, norm, mask: jax.Array):
-        self.norm, self.mask = norm, mask
+    def __init__(self, branch: Any, mask: jax.Array):
+        self.branch, self.mask = branch, mask
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [B, S, H] and drop."""
-        return self.norm(x) * self.mask
+    def __call__(self, *arguments: Any) -> Any:
+        """What the branch gives, its first result dropped."""
+        result = self.branch(*arguments)
+        return (result[0] * self.mask, *result[1:]) if isinstance(result, tuple) else result * self.mask
 
 
-def drop_branches(model: Ouro, key: jax.Array, rows: jax.Array, shape: tuple[int, ...], rate: float) -> None:
-    """Give every layer of a model (one that lives in this trace only) branches with dropout in the rows of bool[B]."""
-    full, dropped = (*shape, model.config.hidden_size), round(256 * rate)
-    for layer in model.layers:
-        for name in ("input_layernorm_2", "post_attention_layernorm_2"):
+def drop_branches(
+    layers: Iterable[Any],
+    names: tuple[str, ...],
+    key: jax.Array,
+    rows: jax.Array,
+    like: jax.ShapeDtypeStruct,
+    rate: float,
+) -> None:
+    """Let dropout follow the named branches of layers, of a model of this trace alone, in the rows of bool[B].
+
+    like: what a branch gives, [B, S, H]. One mask serves all loops, as over the steps of a recurrent net.
+    """
+    dropped = round(256 * rate)
+    for layer in layers:
+        for name in names:
             key, draw = jax.random.split(key)
-            kept = jax.random.bits(draw, full, jnp.uint8) >= dropped  # a byte is enough and costs a quarter
-            mask = jnp.where(rows[:, None, None], kept * (256 / (256 - dropped)), 1.0).astype(model.dtype)
+            kept = jax.random.bits(draw, like.shape, jnp.uint8) >= dropped  # a byte is enough and costs a quarter
+            mask = jnp.where(rows[:, None, None], kept * (256 / (256 - dropped)), 1.0).astype(like.dtype)
             setattr(layer, name, DroppedBranch(getattr(layer, name), mask))
 
 
@@ -121,7 +133,9 @@ def loss(model: Ouro, tokens: jax.Array, labels: jax.Array, key: jax.Array, obje
     """
     tokens, labels = tokens.astype(jnp.int32), labels.astype(jnp.int32)
     if objective.dropout > 0:
-        drop_branches(model, key, labels[:, 1] == tasks.TEXT, tokens.shape, objective.dropout)
+        like = jax.ShapeDtypeStruct((*tokens.shape, model.config.hidden_size), model.dtype)
+        names = "input_layernorm_2", "post_attention_layernorm_2"  # the closing norms
+        drop_branches(model.layers, names, key, labels[:, 1] == tasks.TEXT, like, objective.dropout)
     targets, label = goals(tokens, labels)
     ce, _, log_exits = cross_entropy(model, tokens, targets)
     exits = jnp.exp(log_exits)

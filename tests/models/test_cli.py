@@ -128,7 +128,7 @@ def test_speculation_gives_the_same_text_and_tells_its_share(folder):
     assert told is not None, done.stderr
     assert 0 <= int(told[1]) <= 100
     assert 1 <= float(told[2]) <= 4
-    assert terminal.drafting(3, None).draft_loops == 2
+    assert terminal.drafting(3, None, small_ouro(), "it").draft_loops == 2
 
 
 def test_a_retention_beside_a_method_adds_the_correction():

@@ -17,16 +17,23 @@ def random_heads():
     return jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 2, 8)), jnp.float32)
 
 
-def test_half_split_is_the_layout_of_the_other_models():
-    x = random_heads()
-    np.testing.assert_allclose(rotate(x, POSITIONS, 1e4, interleaved=False), rotary(x, POSITIONS, 1e4), atol=1e-6)
-
-
-def test_interleaved_turns_neighbours_as_complex_numbers():
-    x = np.asarray(random_heads(), np.float64)
+def turned(first, second):
+    """Pairs as complex numbers, turned in float64."""
     angle = POSITIONS[0][:, None] * 1e4 ** (-np.arange(4) / 4)
-    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)[None, :, None]
-    expected = np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    result = (np.float64(first) + 1j * np.float64(second)) * np.exp(1j * angle)[None, :, None]
+    return result.real, result.imag
+
+
+def test_half_split_turns_the_halves_which_is_the_layout_of_the_other_models():
+    x = random_heads()
+    expected = np.concatenate(turned(x[..., :4], x[..., 4:]), axis=-1)
+    np.testing.assert_allclose(rotary(x, POSITIONS, 1e4), expected, atol=1e-4)
+    np.testing.assert_array_equal(rotate(x, POSITIONS, 1e4, interleaved=False), rotary(x, POSITIONS, 1e4))
+
+
+def test_interleaved_turns_neighbours():
+    x = random_heads()
+    expected = np.stack(turned(x[..., 0::2], x[..., 1::2]), axis=-1).reshape(x.shape)
     np.testing.assert_allclose(rotate(random_heads(), POSITIONS, 1e4, interleaved=True), expected, atol=1e-4)
 
 

@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: garbage is looked for elsewhere, and less often, as tracing makes many objects."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """One line for each reason why tests were skipped, instead of one for each place."""
     reasons = collections.Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))

@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 	$(BIN)/sparse-jax generate --demo passkey --method quest --budget 256
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

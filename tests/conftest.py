@@ -30,7 +30,9 @@ jax.config.update("jax_enable_compilation_cache", False)  # a test must see what
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where JAX has no GPU."""
+    """Files with slow tests come first, so that no worker ends with one; without a GPU, those marked `gpu` are skipped."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needs_gpu or jax.default_backend() == "gpu":
         return

@@ -30,7 +30,7 @@ jax.config.update("jax_enable_compilation_cache", False)  # a test must see what
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker ends with one; without a GPU, those marked `gpu` are skipped."""
+    """Files with slow tests come first, so that no worker ends with one; `gpu` is skipped without a GPU."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]

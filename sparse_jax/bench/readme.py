@@ -198,7 +198,8 @@ def _case(run: Run, name: str) -> dict[str, Any]:
 def _shape(case: dict[str, Any]) -> str:
     shape = case.get("attention", case)
     if "prompt" in shape:
-        return f"B {shape['batch']}, {shape['prompt']:,} + {shape['tokens']:,} tokens"
+        model = "Ouro-1.4B, " if shape.get("model") == "ouro-1.4b" else ""
+        return f"{model}B {shape['batch']}, {shape['prompt']:,} + {shape['tokens']:,} tokens"
     if "context" in shape:
         heads = f", Hq {shape['heads']}" if "heads" in shape else ""
         rows = f", T {shape['query_tokens']}" if shape.get("query_tokens", 1) > 1 else ""
@@ -225,7 +226,7 @@ def number(value: float | None) -> str:
 def _detail(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}" if value >= 1 else f"{value:.2f}"
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def main(root: Path) -> None:

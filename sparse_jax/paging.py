@@ -25,7 +25,7 @@ from sparse_jax.page_allocation import grant, slots_of
 from sparse_jax.paged_kv import PagedKV
 from sparse_jax.paged_kv import flat as flat
 from sparse_jax.slot_pool import SlotPool
-from sparse_jax.validation import INT32_MAX, as_ids
+from sparse_jax.validation import INT32_MAX, as_ids, require_kept
 
 OK = 0
 OUT_OF_PAGES = 1  # not enough free pages
@@ -141,7 +141,7 @@ def reserve(state: PagedState, counts: jax.Array, width: int) -> tuple[PagedStat
     the width touches few pages (`page_allocation.MOST_COLUMNS`) a GPU never waits for the host here. Raises ValueError
     for counts that are no integers of shape [B], a width below 1, or a state that was donated.
     """
-    _require_kept(state)
+    require_kept("state", state)
     pool, table, kv = state.pool, state.table, state.kv
     requests, table_width = table.pages.shape
     counts = as_ids("counts", counts)
@@ -248,7 +248,7 @@ def share(state: PagedState, source: jax.Array, target: jax.Array, tokens: jax.A
     that was ignored because the target is not empty (it has tokens or pages), is the source, or either is out of range.
     Raises ValueError for arguments that are no integers, or a state that was donated.
     """
-    _require_kept(state)
+    require_kept("state", state)
     pool, table = state.pool, state.table
     requests, table_width = table.pages.shape
     source, target, tokens = as_ids("source", source), as_ids("target", target), as_ids("tokens", tokens)
@@ -283,7 +283,7 @@ def truncate(state: PagedState, lengths: jax.Array) -> tuple[PagedState, jax.Arr
     had these tokens; side data of pages is the caller's. Returns (state, stale i32[]): entries ignored because they are
     not live. Raises ValueError for lengths that are no integers of shape [B], or a state that was donated.
     """
-    _require_kept(state)
+    require_kept("state", state)
     table, page_size = state.table, state.kv.page_size
     lengths = as_ids("lengths", lengths)
     if lengths.shape != table.lengths.shape:
@@ -307,7 +307,7 @@ def release(state: PagedState, requests: jax.Array) -> tuple[PagedState, jax.Arr
     Returns (state, stale i32[]): their table entries ignored because they are not live; absent ones (-1) do not count.
     Raises ValueError for requests that are not bool[B], or a state that was donated.
     """
-    _require_kept(state)
+    require_kept("state", state)
     table, requests = state.table, jnp.array(requests)
     if requests.shape != table.lengths.shape or requests.dtype != jnp.bool_:
         raise ValueError(f"requests is bool{list(table.lengths.shape)}, got {requests.dtype}{list(requests.shape)}")
@@ -342,7 +342,7 @@ def gather(state: PagedState, plane: jax.Array, request: jax.Array) -> tuple[jax
 
 def check(state: PagedState) -> None:
     """Raise OutOfPages if the last reserve of some request failed. For the host: it waits for the state."""
-    _require_kept(state)
+    require_kept("state", state)
     status, lengths = np.asarray(state.table.status), np.asarray(state.table.lengths)
     if not status.any():
         return
@@ -362,21 +362,13 @@ def check(state: PagedState) -> None:
     raise OutOfPages("; ".join(lines), tuple(np.flatnonzero(status).tolist()))
 
 
-def _require_kept(state: PagedState) -> None:
-    """Say which array is gone when a donated state is used again; inside `jax.jit` there is nothing to check."""
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
-            name = f"state{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{name} was donated to an earlier call: go on with the state which that call returned")
-
-
 def _plane(state: PagedState, plane) -> tuple[jax.Array, jax.Array]:
-    _require_kept(state)
+    require_kept("state", state)
     plane = as_ids("plane", plane)
     if plane.ndim:
         raise ValueError(f"plane is one number, got shape {list(plane.shape)}")
     inside = (plane >= 0) & (plane < state.kv.planes)
-    return jnp.where(inside, plane, 0), inside
+    return jnp.where(inside, plane, 0).astype(jnp.int32), inside
 
 
 def _check_new(kv: PagedKV, leading: tuple[int, ...], k: jax.Array, v: jax.Array) -> None:

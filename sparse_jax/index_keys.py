@@ -27,7 +27,7 @@ from sparse_jax.quantization import (
     register_pool,
     to_e4m3,
 )
-from sparse_jax.validation import as_float, as_ids, as_int, check_shape, require
+from sparse_jax.validation import as_float, as_ids, as_int, check_shape, require, require_kept
 
 LEAST_AMAX = 1e-4
 
@@ -109,6 +109,7 @@ def write_index_keys(keys: IndexKeys, slots: Any, x: Any, *, scales: str = "powe
     A slot is page * P + offset. -1 and slots out of range are not written; the others differ from each other. Raises
     ValueError for shapes and dtypes that do not fit.
     """
+    require_kept("keys", keys)
     slots = as_ids("slots", slots)
     check_shape("slots", slots, (None,))
     x = as_float("x", x)

@@ -21,7 +21,17 @@ from sparse_jax.attention_call import AttentionOutput
 from sparse_jax.dispatch import IMPLEMENTATIONS
 from sparse_jax.index_keys import IndexKeys
 from sparse_jax.latent_cache import LatentCache, dequantize_latent
-from sparse_jax.validation import INT32_MAX, as_array, as_float, as_ids, as_int, check_shape, debug_ids, require
+from sparse_jax.validation import (
+    INT32_MAX,
+    as_array,
+    as_float,
+    as_ids,
+    as_int,
+    check_shape,
+    debug_ids,
+    require,
+    require_kept,
+)
 
 
 def mla_sparse_attention(
@@ -29,7 +39,7 @@ def mla_sparse_attention(
     latent_pages: Any,
     slots: Any,
     *,
-    scale: float,
+    scale: float | None = None,
     value_dim: int = 512,
     sinks: Any = None,
     implementation: str | None = None,
@@ -65,6 +75,8 @@ def mla_sparse_attention(
     if sinks is not None:
         sinks = as_array("sinks", sinks).astype(jnp.float32)
         check_shape("sinks", sinks, (q.shape[-2],))
+    required = "scale is required: (d_n + d_r) ** -0.5 of the un-absorbed model, which the widths of q do not tell"
+    require(scale is not None, f"{required}, got None")
     scale = _finite("scale", scale)
     _check_static(implementation, config)
     single = q.ndim == 3
@@ -156,6 +168,7 @@ def _reader(row: LatentRow) -> Callable[[jax.Array], jax.Array]:
 def _index_keys(key_pages: Any, width: int) -> tuple[Any, tuple[int, int]]:
     """The keys, an array or IndexKeys, and (pages, page size)."""
     if isinstance(key_pages, IndexKeys):
+        require_kept("key_pages", key_pages)
         require(key_pages.dim == width, f"key_pages.dim must be the width of q, {width}, got {key_pages.dim}")
         return key_pages, (key_pages.pages, key_pages.page_size)
     keys = as_float("key_pages", key_pages)

@@ -38,7 +38,7 @@ from sparse_jax.quantization import (
     register_pool,
     to_e4m3,
 )
-from sparse_jax.validation import as_array, as_float, as_ids, as_int, check_shape, require
+from sparse_jax.validation import as_array, as_float, as_ids, as_int, check_shape, require, require_kept
 
 FORMATS = {
     "fp8_ds_mla": "fp8_ds_mla",
@@ -168,6 +168,7 @@ def write_latent(cache: LatentCache, slots: Any, x: Any, *, scales: str = "power
     A slot is page * P + offset. -1 and slots out of range are not written; the others differ from each other. `scales`
     as in `quantize_latent`. Raises ValueError for shapes and dtypes that do not fit.
     """
+    require_kept("cache", cache)
     slots = as_ids("slots", slots)
     check_shape("slots", slots, (None,))
     x = as_float("x", x)

@@ -28,13 +28,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Config
+from pallas_kernels.config import INT32_MAX
 from sparse_jax import slot_pool
 from sparse_jax.attention_call import AttentionOutput, Call
 from sparse_jax.ops import retained_count
 from sparse_jax.reference import Reference, check_reference, consume_rows, reference_capture
 from sparse_jax.slot_pool import SlotPool
 from sparse_jax.tuning import Tuning
-from sparse_jax.validation import INT32_MAX, as_array, as_ids, as_int, check_shape, debug_check, debug_ids, require
+from sparse_jax.validation import as_array, as_ids, as_int, check_shape, debug_check, debug_ids, require, require_kept
 
 ABSENT = -1  # takes no part
 DENSE = 0  # ordinary attention: the first loop, and rows of a prompt. Has no slot.
@@ -187,6 +188,7 @@ def grow(store: ReferenceStore, capacity: int) -> ReferenceStore:
 
     Old and new indices are in memory together. Raises ValueError for a capacity below that of the store.
     """
+    require_kept("store", store)
     capacity = as_int("capacity", capacity)
     more = capacity - store.capacity
     require(more >= 0, f"capacity must be at least that of the store, {store.capacity}, got {capacity}")
@@ -203,6 +205,7 @@ def reserve(store: ReferenceStore, rows: Any) -> tuple[ReferenceStore, Lease, ja
     lease is -1 for rows that wanted none, and everywhere if slots were missing; the store is unchanged then. Raises
     ValueError for rows of another type, before anything changes: the old store is as good as it was.
     """
+    require_kept("store", store)
     rows = as_array("rows", rows)
     require(rows.dtype == jnp.bool_, f"rows must be bool, got {rows.dtype}{list(rows.shape)}")
     shortfall = jnp.maximum(jnp.sum(rows, dtype=jnp.int32) - store.pool.free_count, 0)
@@ -219,7 +222,7 @@ def plan(store: ReferenceStore, lease: Lease, modes: Any) -> tuple[Plan, jax.Arr
     slot become ABSENT, as do modes out of range. Returns (plan, stale i32[]): rows among them with a stale slot. Raises
     ValueError for arguments that do not fit each other.
     """
-    slots, incarnations = _pairs(lease)
+    slots, incarnations = _pairs(store, lease)
     modes = as_ids("modes", modes)
     check_shape("modes", modes, slots.shape, ())
     debug_ids("modes", modes, CONSUME + 1)
@@ -343,7 +346,7 @@ def accept(store: ReferenceStore, lease: Lease, accepted: Any) -> tuple[Referenc
     stay leased until they are released. Writes counts and masses only. Returns (store, stale i32[]): slots of the lease
     that were ignored. Raises ValueError for arguments that do not fit each other.
     """
-    slots, incarnations = _pairs(lease)
+    slots, incarnations = _pairs(store, lease)
     accepted = as_ids("accepted", accepted)
     check_shape("lease.slots", slots, (None, None))
     check_shape("accepted", accepted, slots.shape[:1])
@@ -361,13 +364,14 @@ def release(store: ReferenceStore, lease: Lease) -> tuple[ReferenceStore, jax.Ar
 
     Returns (store, stale i32[]): slots of the lease that were ignored.
     """
+    require_kept("store", store)
     pool, stale = slot_pool.release(store.pool, lease.slots, lease.incarnations)
     return dataclasses.replace(store, pool=pool), stale
 
 
 def _rows(store: ReferenceStore, plan: Plan, layer: Any, mode: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(slots i32[...] of the live rows of one mode, -1 for all others, layer i32[], stale i32[])."""
-    layer, modes, (slots, incarnations) = as_ids("layer", layer), as_ids("plan.modes", plan.modes), _pairs(plan)
+    layer, modes, (slots, incarnations) = as_ids("layer", layer), as_ids("plan.modes", plan.modes), _pairs(store, plan)
     check_shape("layer", layer, ())
     check_shape("plan.slots", slots, modes.shape)
     inside = (layer >= 0) & (layer < store.layers)
@@ -376,7 +380,8 @@ def _rows(store: ReferenceStore, plan: Plan, layer: Any, mode: int) -> tuple[jax
     return jnp.where(alive, slots, -1), jnp.where(inside, layer, 0), slot_pool.count_stale(slots, alive)
 
 
-def _pairs(held: Lease | Plan) -> tuple[jax.Array, jax.Array]:
+def _pairs(store: ReferenceStore, held: Lease | Plan) -> tuple[jax.Array, jax.Array]:
+    require_kept("store", store)
     return as_ids("slots", held.slots), as_ids("incarnations", held.incarnations)
 
 

@@ -25,12 +25,22 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_kept(name: str, tree: Any) -> None:
+    """Raises ValueError for an array of the tree that an earlier call took over; inside `jax.jit` there is none."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} was donated to an earlier call: go on with what that call returned"
+            )
+
+
 def as_array(name: str, value: Any) -> jax.Array:
     """A device array that later changes of a NumPy argument cannot reach.
 
     Without the copy a transfer may still be pending when the caller goes on.
     """
     require(value is not None, f"{name} is required, got None")
+    require_kept(name, value)
     return jnp.array(value) if isinstance(value, np.ndarray) else jnp.asarray(value)
 
 
@@ -48,6 +58,7 @@ def as_float(name: str, value: Any, dtypes: tuple[Any, ...] = QUERY_DTYPES) -> j
 def as_ids(name: str, value: Any) -> jax.Array:
     """int32 ids. Wider integers are clipped before they are narrowed, so that an id out of range stays out of range."""
     require(value is not None, f"{name} is required, got None")
+    require_kept(name, value)
     array = value if isinstance(value, jax.Array) else np.asarray(value)  # JAX would narrow a host array by wrapping
     require(jnp.issubdtype(array.dtype, jnp.integer), f"{name} must hold integers, got {array.dtype} {array.shape}")
     if array.dtype != np.int32:

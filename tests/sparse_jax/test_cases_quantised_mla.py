@@ -194,6 +194,26 @@ def test_case_PAD_2_and_OOB_1_absent_slots_are_never_written():
         assert (after.data != cache.data).any()
 
 
+@pytest.mark.parametrize(
+    ("create", "write", "name"),
+    [(create_latent_cache, write_latent, "cache"), (create_index_keys, write_index_keys, "keys")],
+)
+def test_case_DONATE_1_a_pool_used_twice_is_named(create, write, name):
+    pool = create(2, 4, **(SMALL if name == "cache" else {"dim": 32}))
+    rows = draw(1, 132 if name == "cache" else 32)
+    after = jax.jit(write, donate_argnums=0)(pool, ids(1), rows)
+    assert (after.data != 0).any()
+    gone = r"\.data was donated to an earlier call: go on with what that call returned"
+    with pytest.raises(ValueError, match=name + gone):
+        write(pool, ids(2), rows)
+    if name == "cache":
+        with pytest.raises(ValueError, match="latent_pages" + gone):
+            mla_sparse_attention(rows[None], pool, ids([1]), scale=1.0, value_dim=128)
+    else:
+        with pytest.raises(ValueError, match="key_pages" + gone):
+            indexer_scores(rows[None], jnp.ones((1, 1)), pool, ids([0, 1])[None], ids([2]), k=1)
+
+
 @every_implementation
 @pytest.mark.parametrize("heads", [4, 17, 128])
 def test_case_HEADS_4_on_the_full_geometry(heads, implementation):

@@ -200,7 +200,7 @@ def test_case_DONATE_1_and_2_a_state_is_donated_as_a_whole():
     state, _, _ = append(tracked(), (9, 0, 0))
     after, _ = jax.jit(compaction.compact, donate_argnums=0)(state, chosen([[0], [1]], NONE, NONE))
     assert int(after.full_lengths[0]) == 9
-    with pytest.raises(ValueError, match="was donated to an earlier call: go on with the state"):
+    with pytest.raises(ValueError, match="was donated to an earlier call: go on with what"):
         compaction.reserve(state, counts_of(1, 0, 0), 1)
 
 

@@ -48,7 +48,7 @@ PLAIN = jnp.zeros((3, 4, 144))
         ({"slots": jnp.zeros((2, 0), jnp.int32)}, r"slots must have at least one column, got \[2, 0\]"),
         ({"q": jnp.zeros((2, 5, 144)), "slots": jnp.zeros((2, 1, 7), jnp.int32)}, r"\[2, \*\], got \[2, 1, 7\]"),
         ({"sinks": jnp.zeros(4)}, r"sinks must have the shape \[5\], got \[4\]"),
-        ({"scale": None}, "scale must be a finite number known on the host, got None"),
+        ({"scale": "0.1"}, "scale must be a finite number known on the host, got '0.1'"),
         ({"scale": float("inf")}, "scale must be a finite number known on the host, got inf"),
         ({"scale": jnp.float32(1)}, "scale must be a finite number known on the host"),
         ({"implementation": "cuda"}, "implementation must be one of .*got 'cuda'"),
@@ -62,7 +62,7 @@ def test_attention(change, message):
 
 
 def test_attention_needs_a_scale():
-    with pytest.raises(TypeError, match="scale"):
+    with pytest.raises(ValueError, match=r"scale is required: \(d_n \+ d_r\) \*\* -0.5"):
         mla_sparse_attention(**{name: value for name, value in ATTENTION.items() if name != "scale"})
 
 

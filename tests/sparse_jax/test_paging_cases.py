@@ -132,7 +132,7 @@ def test_case_DONATE_1_a_state_used_twice_names_what_is_gone():
         lambda: paging.release(state, jnp.array([True, True, True])),
         lambda: paging.check(state),
     ):
-        with pytest.raises(ValueError, match=r"state\.pool\.free was donated to an earlier call: go on with the state"):
+        with pytest.raises(ValueError, match=r"state\.pool\.free was donated to an earlier call: go on with what"):
             use()
 
 

@@ -269,3 +269,18 @@ def test_a_layer_out_of_range_is_absent(layer):
     same(after, store)
     out, stale, uncaptured = consumed(store, lease, layer, loop)
     assert (int(stale), int(uncaptured), float(jnp.abs(out).max())) == (2, 0, 0.0)
+
+
+def test_case_DONATE_1_a_store_used_twice_is_named():
+    store, lease = reserve(make(), 1)
+    plan = planned(store, lease, CONSUME)
+    jax.jit(reference_store.release, donate_argnums=0)(store, lease)
+    for use in (
+        lambda: reference_store.reserve(store, jnp.ones(1, bool)),
+        lambda: reference_store.plan(store, lease, CONSUME),
+        lambda: reference_store.release(store, lease),
+        lambda: reference_store.grow(store, store.capacity + 1),
+        lambda: reference_store.consume(store, plan, 0, *attention(1, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"store\..* was donated to an earlier call: go on with what"):
+            use()

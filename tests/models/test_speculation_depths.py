@@ -61,7 +61,7 @@ def test_rounds_give_the_tokens_of_plain_decoding(model, d, drafts, retention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 2, 0.3), (1, 8, None)])
+@pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 4, 0.3), (1, 7, None)])
 def test_overlapped_rounds_give_the_tokens_of_synchronous_ones(model, d, drafts, retention):
     """Where verification captures, and not the draft; slots and pages are free in the end."""
     speculation, options = Speculation(drafts=drafts, draft_loops=d), reading(retention)
@@ -75,7 +75,7 @@ def test_overlapped_rounds_give_the_tokens_of_synchronous_ones(model, d, drafts,
     assert retention is None or int(rounds.held.store.pool.free_count) == rounds.held.store.slots
 
 
-@pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 8, 0.3), (2, 3, 0.3), (1, 3, None)])
+@pytest.mark.parametrize(("d", "drafts", "retention"), [(1, 4, 0.3), (2, 8, 0.3), (1, 7, None)])
 def test_case_SPEC_4_after_rejected_drafts_all_is_bit_equal_to_never_having_drafted(model, d, drafts, retention):
     """With corrected loops, whose references go with the round, and without; the same rows, none of them a draft."""
     speculation, options = Speculation(drafts=drafts, draft_loops=d), reading(retention)

@@ -204,7 +204,7 @@ def attend(
     """
     latents, keys = _without_heads(k_pages), _without_heads(v_pages)
     total, page_size = (latents.data if isinstance(latents, LatentCache) else latents).shape[:2]
-    pages = total if view.pages is None else view.pages
+    plane, pages = view.plane, total if view.pages is None else view.pages
     view = inside_pool(view, total)
     k, rows = tokens_chosen(selector, q.topk), q.q_nope.shape[1]
     capacity = view.page_table.shape[1] * page_size
@@ -213,7 +213,7 @@ def attend(
             q_positions = view.lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)
         token = jnp.arange(capacity, dtype=jnp.int32)
         seen = jnp.minimum(q_positions + 1, view.lengths[:, None])
-        chosen = _with_slots(jnp.where(token < seen[..., None], token, -1), view, pages, page_size)
+        chosen = _with_slots(jnp.where(token < seen[..., None], token, -1), view, plane * pages, page_size)
         read = jnp.clip(seen.max(axis=1, keepdims=True), 0, capacity)  # the rows share one walk
     else:
         if q.index_q is None:
@@ -222,12 +222,12 @@ def attend(
         else:
             of_index = q.index_q, q.index_weights, keys, view.page_table, view.lengths, q_positions
             tokens = _choose(*of_index, min(k, capacity), implementation)
-            chosen = _with_slots(tokens, view, pages, page_size)
+            chosen = _with_slots(tokens, view, plane * pages, page_size)
         read = (chosen.tokens >= 0).sum(axis=(1, 2), dtype=jnp.int32)[:, None]
     output = sparse_jax.mla_sparse_attention(
         _absorbed(q),
         latents,
-        sparse_jax.plane_slots(chosen.slots, view.plane, pages=pages, page_size=page_size),
+        sparse_jax.plane_slots(chosen.slots, plane, pages=pages, page_size=page_size),
         scale=q.scale,
         value_dim=q.w_uk.shape[-1],
         implementation=implementation,
@@ -241,9 +241,9 @@ def _without_heads(pages: Any) -> Any:
     return pages.reshape(-1, *pages.shape[2:]) if isinstance(pages, jax.Array) else pages
 
 
-def _with_slots(tokens: jax.Array, view: PageView, pages: int, page_size: int) -> Choice:
-    """Tokens i32[B, T, C] of a view, and their slots in plane 0; a plane has `pages` pages."""
-    table = jnp.where(view.page_table >= 0, view.page_table - view.plane * pages, -1)
+def _with_slots(tokens: jax.Array, view: PageView, first: Any, page_size: int) -> Choice:
+    """Tokens i32[B, T, C] of a view, and their slots in plane 0; first: the page of the pool where the plane begins."""
+    table = jnp.where(view.page_table >= 0, view.page_table - first, -1)
     request = jnp.repeat(jnp.arange(tokens.shape[0], dtype=jnp.int32), tokens.shape[1])
     rows = tokens.reshape(request.size, -1)
     slots = sparse_jax.to_slots(rows, table, request, page_size=page_size, lengths=view.lengths)

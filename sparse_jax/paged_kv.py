@@ -89,7 +89,8 @@ def flat(kv: PagedKV) -> tuple[Any, Any]:
     Of a quantised cache a `LatentCache` and `IndexKeys` of planes * N pages; without index keys some bytes instead.
     """
     k, v = (pool.reshape(-1, *pool.shape[2:]) for pool in (kv.k, kv.v))
-    return (k, v) if kv.quantised is None else kv.quantised.pools(k, v)
+    quantised = getattr(kv, "quantised", None)  # callers with a cache of their own have k and v alone
+    return (k, v) if quantised is None else quantised.pools(k, v)
 
 
 def put(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> PagedKV:

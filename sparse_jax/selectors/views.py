@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from sparse_jax.validation import as_ids, require
 def inside_pool(view: PageView, pages: int) -> PageView:
     """The view with every id that is no page of a pool of `pages` pages as -1: absent, and never counted."""
     table = as_ids("view.page_table", view.page_table)
-    return dataclasses.replace(view, page_table=jnp.where(table < pages, table, -1), stale=jnp.int32(0))
+    return PageView(jnp.where(table < pages, table, -1), view.lengths, jnp.int32(0))
 
 
 class Pages(NamedTuple):

@@ -32,31 +32,33 @@ class Quantised:
         return latent_bytes(self.format, self.latent_dim, self.rope_dim), index
 
     def pools(self, k: jax.Array, v: jax.Array) -> tuple[LatentCache, Any]:
-        """Pages u8[N, 1, P, bytes] as the operations of sparse MLA take them."""
-        pages, _, page_size, size = k.shape
-        latents = LatentCache(k.reshape(pages, page_size, size), self.format, self.latent_dim, self.rope_dim)
-        return latents, IndexKeys(v.reshape(pages, -1), page_size, self.index_dim) if self.index_dim > 1 else v
+        """Pages u8[N, P, bytes] as the operations of sparse MLA take them."""
+        latents = LatentCache(k, self.format, self.latent_dim, self.rope_dim)
+        return latents, IndexKeys(v.reshape(v.shape[0], -1), v.shape[1], self.index_dim) if self.index_dim > 1 else v
 
     def read(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Pages u8[N, 1, P, bytes] as numbers f32[N, 1, P, columns]."""
+        """Pages u8[N, P, bytes] as numbers f32[N, 1, P, columns]."""
         latents, keys = self.pools(k, v)
-        values = dequantize_index_keys(keys)[:, None] if self.index_dim > 1 else v.astype(jnp.float32)
-        return dequantize_latent(latents)[:, None], values
+        values = dequantize_index_keys(keys) if self.index_dim > 1 else v.astype(jnp.float32)
+        return dequantize_latent(latents)[:, None], values[:, None]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of all planes, head-major; quantised ones are bytes, in which tokens are not told apart."""
+    """Keys and values of all planes, head-major. Quantised ones are bytes of one head, which has no axis.
 
-    k: jax.Array  # [planes, N, Hkv, P, D], or u8[planes, N, 1, P, bytes of a token]
-    v: jax.Array  # [planes, N, Hkv, P, Dv], or the same
+    For XLA on CPUs would copy a pool to write it without its axis of one.
+    """
+
+    k: jax.Array  # [planes, N, Hkv, P, D], or u8[planes, N, P, bytes of a token]
+    v: jax.Array  # [planes, N, Hkv, P, Dv], or the same, where the bytes of a page are not in the order of its tokens
     quantised: Quantised | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     planes = property(lambda self: self.k.shape[0])
     pages = property(lambda self: self.k.shape[1])
-    kv_heads = property(lambda self: self.k.shape[2])
-    page_size = property(lambda self: self.k.shape[3])
+    kv_heads = property(lambda self: self.k.shape[2] if self.quantised is None else 1)
+    page_size = property(lambda self: self.k.shape[-2])
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -76,7 +78,9 @@ def create(
                 f"{key_width} columns are latent, got {shape[2]} and {latent_dim}"
             )
         quantised = Quantised(FORMATS[dtype], latent_dim, key_width - latent_dim, value_width)
-        return PagedKV(*(jnp.zeros((*shape, size), jnp.uint8) for size in quantised.sizes()), quantised=quantised)
+        planes, pages, _, page_size = shape
+        pools = (jnp.zeros((planes, pages, page_size, size), jnp.uint8) for size in quantised.sizes())
+        return PagedKV(*pools, quantised=quantised)
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in (8, 16, 32):
         raise ValueError(f"dtype must be a float type of 1, 2 or 4 bytes, got {dtype}")
@@ -222,8 +226,8 @@ def tokens_of(kv: PagedKV, plane: jax.Array, pages: jax.Array) -> tuple[jax.Arra
     Quantised ones as float32.
     """
     at = plane, jnp.maximum(pages, 0)
-    k, v = (pool.at[at].get(mode="promise_in_bounds") for pool in (kv.k, kv.v))  # [K, Hkv, P, D]
-    k, v = (k, v) if kv.quantised is None else kv.quantised.read(k, v)
+    k, v = (pool.at[at].get(mode="promise_in_bounds") for pool in (kv.k, kv.v))
+    k, v = (k, v) if kv.quantised is None else kv.quantised.read(k, v)  # [K, Hkv, P, D]
     return tuple(jnp.moveaxis(x, 2, 1).reshape(-1, kv.kv_heads, x.shape[-1]) for x in (k, v))  # type: ignore[return-value]
 
 

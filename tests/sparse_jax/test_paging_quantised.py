@@ -105,6 +105,27 @@ def test_what_a_format_cannot_hold_is_refused(changes, message):
         make(**changes)
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_contract_9_steps_of_a_donated_state_copy_no_pool(format, platform):
+    def steps(state, k, v):
+        def step(state, _):
+            state, reservation = paging.reserve(state, jnp.array([1, 1]), 1)
+            return jax.lax.fori_loop(
+                0, PLANES, lambda plane, s: paging.write(s, plane, reservation, k, v)[0], state
+            ), None
+
+        return jax.lax.scan(step, state, None, length=3)[0]
+
+    with jax.default_device(jax.devices(platform)[0]):
+        state = make(format, pages=4096)
+        k, v = normal(2, 1, 1, LATENT + ROPE), normal(2, 1, 1, INDEX)
+        memory = jax.jit(steps, donate_argnums=0).lower(state, k, v).compile().memory_analysis()
+    pools = state.kv.k.nbytes + state.kv.v.nbytes
+    assert memory.temp_size_in_bytes < pools / 8
+    assert memory.alias_size_in_bytes >= pools
+
+
 def test_compaction_refuses_them():
     with pytest.raises(ValueError, match=r"not the bytes of Quantised\(format='fp8_ds_mla'"):
         compaction.track(make("fp8"))

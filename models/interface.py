@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from sparse_jax.selectors import Dense, Selector
 
 Cache = Any
-"""Whatever the attention of one call threads through the planes: `()`, a `DecodeCache`, ..."""
+"""Whatever the attention of one call threads through the planes: `()`, the `Cache` of `models.loops`, ..."""
 
 Attend = Callable[[jax.Array, Any, jax.Array, jax.Array, Cache], tuple[Any, Cache]]
 """(plane i32[], q [B, S, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv], cache) -> (out [B, S, Hq, Dv], cache)

@@ -104,10 +104,10 @@ class LatentAttention(nnx.Module):
         cache: Cache,
         chosen: Choice | None,
     ) -> tuple[jax.Array, Choice | None, Cache]:
-        """Attend from x [B, S, H] at positions i32[B, S] -> (out [B, S, H], chosen tokens, new cache).
+        """Attend from x [B, S, H] at positions i32[B, S] -> (out [B, S, H], what followers see, new cache).
 
-        chosen: what the leader of this layer chose. `attend` gets a LatentQuery, the rows [B, S, 1, E] and the
-        indexer's keys [B, S, 1, value_dim], and gives (out [B, S, Hq, d_v], chosen) back.
+        chosen: the Choice of this layer's leader. `attend` gets a LatentQuery, the rows [B, S, 1, E] and the indexer's
+        keys [B, S, 1, value_dim], and gives (out [B, S, Hq, d_v], the Choice for the layers that follow) back.
         """
         c = self.config
         qr, q = self._queries(x)

@@ -1,4 +1,4 @@
-"""Slots that are handed out, shared and taken back inside `jax.jit`: pages of a KV pool now, reference slots later.
+"""Slots that are handed out, shared and taken back inside `jax.jit`: pages of a KV pool, and slots of references.
 
 Ownership is a pair (slot id, incarnation). The incarnation of a slot grows each time the slot is handed out and is
 never reset, so a pair kept after its slot was taken back can be told from the pair of the next owner. `live` is that

@@ -94,6 +94,7 @@ def prefill(
     selector: Selector,
     selector_state: Any,
     *,
+    implementation: str | None = None,
     exit_threshold: float | None = None,
     exit_step: int | None = None,
 ) -> DecodeOutput:
@@ -107,20 +108,26 @@ def prefill(
     def last(h):  # [B, S, H] -> [B, 1, H]
         return jnp.take_along_axis(h, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
 
-    attend, cache = prompt_attend(model, tokens, counts, paged, selector, selector_state)
+    attend, cache = prompt_attend(model, tokens, counts, paged, selector, selector_state, implementation)
     output, cache = model.loops(model.embed(tokens), prompt_positions(tokens), attend, cache, keep=last)
     return _decode_output(model, output, cache, exit_threshold, exit_step)
 
 
 def prompt_attend(
-    model: LoopedModel, tokens: jax.Array, counts: jax.Array, paged: PagedState, selector: Selector, selector_state: Any
+    model: LoopedModel,
+    tokens: jax.Array,
+    counts: jax.Array,
+    paged: PagedState,
+    selector: Selector,
+    selector_state: Any,
+    implementation: str | None = None,
 ) -> tuple[Attend, Cache]:
     """What the planes of a prefill do, as in `prefill`, and the cache before the first one."""
     paged, selector_state, room = selector.reserve_prompt(paged, selector_state, counts, tokens.shape[1])
 
     def attend(plane, q, k, v, cache):
         stored = selector.store_prompt(cache.paged, cache.selector, plane, room, q, k, v)
-        return model.causal(plane, q, k, v, cache.after(stored))
+        return model.causal(plane, q, k, v, cache.after(stored), implementation)
 
     return attend, Cache.of(paged, selector_state)
 
@@ -216,6 +223,7 @@ def prefill_batch(
         state.paged,
         options.selector,
         state.selector,
+        implementation=options.implementation,
         exit_threshold=options.exit_threshold,
         exit_step=options.exit_step,
     )

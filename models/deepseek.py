@@ -160,9 +160,11 @@ class Deepseek(nnx.Module):
         plane = jnp.int32(self.config.num_layers + extra)
         return self.extra[extra](hidden, self.embed(tokens), positions, plane, attend, cache)
 
-    def causal(self, plane, q, k, v, cache: Cache) -> tuple[tuple[jax.Array, Choice | None], Cache]:
+    def causal(
+        self, plane, q, k, v, cache: Cache, implementation: str | None = None
+    ) -> tuple[tuple[jax.Array, Choice | None], Cache]:
         """Attention inside the sequence itself, as the model defines it; an `Attend` that leaves the cache alone."""
-        return latent_attention.causal(q, k[:, :, 0], v[:, :, 0], self.attention), cache
+        return latent_attention.causal(q, k[:, :, 0], v[:, :, 0], self.attention, implementation), cache
 
     def forward(self, tokens: jax.Array) -> LoopOutput:
         """Full causal forward of tokens i32[B, S] at positions 0 .. S-1, without a cache.

@@ -12,6 +12,7 @@ from sparse_jax import selectors
 from sparse_jax.index_keys import index_key_bytes
 from sparse_jax.index_sharing import IndexLayer, index_layers
 from sparse_jax.latent_cache import FORMATS, latent_bytes
+from sparse_jax.validation import QUERY_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class DeepseekConfig:
         sizes = {"kv_heads": 1, "key_width": self.head_dim, "value_width": self.value_dim}
         if not (isinstance(cache_dtype, str) and cache_dtype in FORMATS):
             wanted = f"float32, bfloat16, float16 or {', '.join(FORMATS)} for a model of latent attention"
-            return sizes | {"dtype": float_type(cache_dtype, (16, 32), wanted)}
+            return sizes | {"dtype": float_type(cache_dtype, QUERY_DTYPES, wanted)}
         try:
             latent_bytes(cache_dtype, self.latent_dim, self.rope_dim)
             if self.indexer is not None:

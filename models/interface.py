@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_jax.selectors import Dense, Selector
+from sparse_jax.validation import CACHE_DTYPES
 
 Cache = Any
 """Whatever the attention of one call threads through the planes: `()`, the `Cache` of `models.loops`, ..."""
@@ -30,13 +31,13 @@ def keep_all(h: jax.Array) -> jax.Array:
     return h
 
 
-def float_type(cache_dtype: Any, bits: tuple[int, ...], wanted: str) -> Any:
-    """The dtype that a user asked a cache for. Raises ValueError unless it is a float of so many bits."""
+def float_type(cache_dtype: Any, allowed: tuple[Any, ...], wanted: str) -> Any:
+    """The dtype that a user asked a cache for. Raises ValueError unless it is one of those that can be read."""
     try:
         dtype = jnp.dtype(cache_dtype)
     except TypeError:
         dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits not in bits:
+    if dtype is None or dtype not in map(jnp.dtype, allowed):
         raise ValueError(f"cache_dtype must be {wanted}; got {cache_dtype!r}")
     return dtype
 
@@ -60,13 +61,13 @@ class KeysAndValues:
         return self.head_dim
 
     def pools(self, cache_dtype: Any) -> dict[str, Any]:
-        """What the model says to `paging.create`: heads, widths, type. Raises ValueError for another type than floats.
+        """What the model says to `paging.create`: heads, widths, type. Raises ValueError for types that no step reads.
 
         Eight bits hold keys and values as they are, without scales.
         """
-        wanted = "a float type of 1, 2 or 4 bytes for a model that caches keys and values"
+        wanted = ", ".join(jnp.dtype(dtype).name for dtype in CACHE_DTYPES) + " for a model that caches keys and values"
         sizes = {"kv_heads": self.num_kv_heads, "key_width": self.head_dim, "value_width": self.value_dim}
-        return sizes | {"dtype": float_type(cache_dtype, (8, 16, 32), wanted)}
+        return sizes | {"dtype": float_type(cache_dtype, CACHE_DTYPES, wanted)}
 
     def selector_for(self, wanted: Selector | None) -> Selector:
         """What a step reads: what the caller wants, everything for None."""
@@ -166,8 +167,13 @@ class LoopedModel(Protocol):
         `cache` on. The output holds these loops only.
         """
 
-    def causal(self, plane: Any, q: Any, k: jax.Array, v: jax.Array, cache: Cache) -> tuple[Any, Cache]:
-        """An `Attend`: causal attention inside the sequence itself, as the model defines it; leaves the cache alone."""
+    def causal(
+        self, plane: Any, q: Any, k: jax.Array, v: jax.Array, cache: Cache, implementation: str | None = None
+    ) -> tuple[Any, Cache]:
+        """An `Attend`: causal attention inside the sequence itself, as the model defines it; leaves the cache alone.
+
+        implementation: of this library's operations, where the model needs some for that.
+        """
 
     def forward(self, tokens: jax.Array) -> LoopOutput:
         """Full causal forward of tokens i32[B, S] at positions 0 .. S-1, without a cache."""

@@ -62,25 +62,30 @@ class LatentQuery:
 
 
 def causal(
-    q: LatentQuery, latents: jax.Array, index_keys: jax.Array, implementation: Any = None
+    q: LatentQuery,
+    latents: jax.Array,
+    index_keys: jax.Array,
+    attention: Any = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, Choice | None]:
     """Attention inside sequences: latents [B, S, E], index_keys [B, S, d_I] at positions 0 .. S-1.
 
     Multi-head form, with a mask where the indexer chooses; absorbed form over the chosen tokens where that multiplies
-    less, which is so for long sequences. implementation: that of `jax.nn.dot_product_attention`. Returns (out [B, S,
-    Hq, d_v], the Choice of topk tokens, or None where everything is seen because S is at most topk).
+    less, which is so for long sequences. attention: the implementation of `jax.nn.dot_product_attention`;
+    implementation: of this library's operations. Returns (out [B, S, Hq, d_v], the Choice of topk tokens, or None where
+    everything is seen because S is at most topk).
     """
-    options, v_width = {"scale": q.scale, "implementation": implementation}, q.w_uv.shape[-2]
+    options, v_width = {"scale": q.scale, "implementation": attention}, q.w_uv.shape[-2]
     if q.topk is None or latents.shape[1] <= q.topk:
         heads = _same_width(*multi_head(q, latents))
         return jax.nn.dot_product_attention(*heads, is_causal=True, **options)[..., :v_width], None
-    chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys)
+    chosen = q.chosen if q.index_q is None else _choose_inside(q, index_keys, implementation)
     assert chosen is not None  # the first layer has an indexer
     width = q.w_uk.shape[-1]
     # Multiplications of a head and query: a mask spares none, so a causal one costs all S keys.
     masked = latents.shape[1] * (q.q_nope.shape[-1] + q.q_pe.shape[-1] + v_width)
     if q.topk * (latents.shape[-1] + width) < masked:
-        return _gathered(q, latents, chosen.slots), chosen
+        return _gathered(q, latents, chosen.slots, implementation), chosen
     queries, keys, values = _same_width(*multi_head(q, latents))
     return _masked(queries, keys, values, chosen.tokens, options)[..., :v_width], chosen
 
@@ -120,7 +125,7 @@ def _as_pages(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % page_size), (0, 0)]).reshape(-1, page_size, rows.shape[2])
 
 
-def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> Choice:
+def _choose_inside(q: LatentQuery, index_keys: jax.Array, implementation: str | None) -> Choice:
     """What each token of a sequence sees, topk of them; the sequence is a pool of pages."""
     requests, tokens = index_keys.shape[:2]
     keys = _as_pages(index_keys)
@@ -130,7 +135,7 @@ def _choose_inside(q: LatentQuery, index_keys: jax.Array) -> Choice:
 
     def block(x: tuple[jax.Array, ...]) -> jax.Array:
         index_q, weights, positions = x
-        return _choose(index_q, weights, keys, table, lengths, positions, q.topk, None)
+        return _choose(index_q, weights, keys, table, lengths, positions, q.topk, implementation)
 
     blocks = jax.tree.map(_blocks, (q.index_q, q.index_weights, positions))
     chosen = _together(jax.lax.map(block, blocks), tokens)
@@ -152,13 +157,14 @@ def _masked(queries, keys, values, chosen: jax.Array, options: dict[str, Any]) -
     return _together(jax.lax.map(block, (_blocks(queries), _blocks(chosen))), tokens)
 
 
-def _gathered(q: LatentQuery, latents: jax.Array, slots: jax.Array) -> jax.Array:
+def _gathered(q: LatentQuery, latents: jax.Array, slots: jax.Array, implementation: str | None) -> jax.Array:
     """The same [B, S, Hq, d_v] in absorbed form, of latents [B, S, E]: only those in slots i32[B, S, C] are read."""
     pool = _as_pages(latents)
 
     def block(x: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, slots = x
-        return sparse_jax.mla_sparse_attention(rows, pool, slots, scale=q.scale, value_dim=q.w_uk.shape[-1]).out
+        options: dict[str, Any] = {"scale": q.scale, "value_dim": q.w_uk.shape[-1], "implementation": implementation}
+        return sparse_jax.mla_sparse_attention(rows, pool, slots, **options).out
 
     out = _together(jax.lax.map(block, (_blocks(_absorbed(q)), _blocks(slots))), latents.shape[1])
     return jnp.einsum("bsnc,nvc->bsnv", out, q.w_uv[0, 0])

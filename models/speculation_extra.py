@@ -44,7 +44,9 @@ def prefill_batch(
 ) -> tuple[DecodeState, StepOutput]:
     """As `models.decode.prefill_batch`, and the extra layer reads the prompt too: `state.further` is made."""
     model: Any = nnx.merge(graph, params)
-    attend, cache = prompt_attend(model, tokens, counts, state.paged, options.selector, state.selector)
+    attend, cache = prompt_attend(
+        model, tokens, counts, state.paged, options.selector, state.selector, options.implementation
+    )
     output, cache = model.loops(model.embed(tokens), prompt_positions(tokens), attend, cache)
     hidden, last = output.hidden[-1], jnp.maximum(counts - 1, 0)
     ready = (counts > 0) & (cache.paged.table.status == paging.OK)

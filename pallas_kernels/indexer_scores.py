@@ -250,7 +250,7 @@ def indexer_scores(
         block_rows=block_rows,
         block_tokens=block_tokens,
         together=together,
-        steps=max(1, min(MOST_STEPS, total // AT_ONCE)),
+        steps=min(MOST_STEPS, -(-total // AT_ONCE)),
         interpret=interpret,
     )
     views: tuple[jax.Array, ...] = (keys,)

@@ -123,6 +123,7 @@ def write_index_keys(keys: IndexKeys, slots: Any, x: Any, *, scales: str = "powe
 
 def dequantize_index_keys(keys: IndexKeys, dtype: Any = jnp.float32) -> jax.Array:
     """The keys [N, P, d] of `dtype`, times their scales."""
+    require_kept("keys", keys)
     values, scale = keys.parts()
     return (values.astype(jnp.float32) * scale[..., None]).astype(dtype)
 

@@ -148,6 +148,7 @@ def dequantize_latent(
     Records need the `format` and their columns; a cache knows them. Exact in float32; in bfloat16 too, if fp8 scales
     are powers of two. Raises ValueError for records that do not have the bytes of the format.
     """
+    require_kept("cache", cache)
     if isinstance(cache, LatentCache):
         records, format, latent_dim, rope_dim = cache.data, cache.format, cache.latent_dim, cache.rope_dim
     else:

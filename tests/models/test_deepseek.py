@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import sparse_jax
+from models import decode
 from models import generate as generation
 from models.decode import decode_step
 from models.deepseek import Deepseek, DeepseekConfig, IndexerConfig
@@ -133,6 +134,29 @@ def test_a_leader_converts_once_and_its_group_reads_the_same_tokens(monkeypatch)
         slots = {0: first, 2: second}[layer.leader]
         assert (np.asarray(slots) >= 0).sum(axis=1).tolist() == [5, 5]
         np.testing.assert_array_equal(read[plane][:, 0], slots + plane * PAGES * PAGE_SIZE)
+
+
+@pytest.mark.parametrize("topk", [5, 12])
+def test_a_prompt_is_read_by_the_implementation_that_was_asked_for(topk, monkeypatch):
+    """Longer than topk, so the indexer chooses: few tokens are gathered, many masked."""
+    asked = []
+
+    def watch(name):
+        operation = getattr(sparse_jax, name)
+
+        def watched(*arguments, **options):
+            asked.append((name, options.get("implementation")))
+            return operation(*arguments, **options)
+
+        monkeypatch.setattr(sparse_jax, name, watched)
+
+    for name in ("indexer_scores", "top_k", "mla_sparse_attention"):
+        watch(name)
+    model = Deepseek(small_deepseek(indexer=IndexerConfig(**(vars(INDEXER) | {"topk": topk}))), rngs=nnx.Rngs(0))
+    arguments = jnp.array(random_tokens()), jnp.array([11, 9]), empty(model.config, 2), selectors.get("dsa"), ()
+    nnx.eval_shape(lambda model: decode.prefill(model, *arguments, implementation="xla").logits, model)
+    assert {how for _, how in asked} == {"xla"}
+    assert {name for name, _ in asked} == {"indexer_scores", "top_k", *(["mla_sparse_attention"] if topk == 5 else [])}
 
 
 def test_what_comes_later_changes_nothing(model):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -249,3 +250,14 @@ def test_gpu_pools_beside_2_to_the_32_bytes(size):
     data = jax.jit(lambda data: data.at[last].set(page), donate_argnums=0)(data)
     large = {**x, "keys": IndexKeys(data, 64), "page_table": jnp.full((1, 1), last, jnp.int32)}
     assert_same_bits(call(large, implementation="triton"), call(x, implementation="triton"))
+
+
+@pytest.mark.parametrize("at_once", [2, 5])
+@pytest.mark.parametrize("stored", ["bfloat16", "index_keys"])
+def test_interpret_programs_of_several_steps(stored, at_once, monkeypatch):
+    """With many keys a program takes several blocks in turn, the last one fewer; a short request ends in between."""
+    # `pallas_kernels.indexer_scores` is the function there, so the module is found by its name.
+    monkeypatch.setattr(sys.modules["pallas_kernels.indexer_scores"], "AT_ONCE", at_once)
+    shape = {"B": 2, "T": 1, "heads": 2, "dim": 16, "P": 16, "W": 36 + at_once, "k": 40, "lengths": (570, 131)}
+    case = IndexerCase(name="steps", dtype="bfloat16", stored=stored, **shape)
+    check(case, "interpret")

@@ -65,18 +65,18 @@ def test_lowers_for_cuda(case):
     assert "mla_sparse_decode" in lowered.as_text()
 
 
-def shapes(stored, *, batch=8, rows=2, heads=128, chosen=2048, pages=4096, page_size=64):
+def shapes(stored, dtype="bfloat16", *, batch=8, rows=2, heads=128, chosen=2048, pages=4096, page_size=64):
     """q, pool, slots of the full geometry, 512 and 64 columns, without memory."""
     struct, width = jax.ShapeDtypeStruct, 576
     if stored in FORMATS:
         data = struct((pages, page_size, latent_bytes(stored)), jnp.uint8)
-        pool, dtype = LatentCache(data, stored), jnp.bfloat16
+        pool = LatentCache(data, stored)
     else:
         pool, dtype = struct((pages, page_size, width), stored), stored
     return struct((batch, rows, heads, width), dtype), pool, struct((batch, chosen), jnp.int32)
 
 
-def launches(stored):
+def launches(stored, dtype="bfloat16"):
     """What the heuristics choose for any number of heads, rows and slots: one config for each different kernel."""
     found = {}
     for groups, rows, chosen, exact in itertools.product(
@@ -88,7 +88,7 @@ def launches(stored):
             rows=rows,
             chosen=chosen,
             width=576,
-            itemsize=4 if stored == "float32" else 2,
+            itemsize=4 if dtype == "float32" else 2,
             packed=stored in FORMATS,
         )
         fields = {f: getattr(launch, f) for f in ("block_rows", "block_tokens", "num_warps", "num_stages")}
@@ -96,15 +96,19 @@ def launches(stored):
     return list(found.values())
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", *FORMATS])
-def test_lowers_for_cuda_in_every_config(stored):
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(dtype, dtype) for dtype in ("float32", "bfloat16", "float16")]
+    + list(itertools.product(FORMATS, ("bfloat16", "float32"))),
+)
+def test_lowers_for_cuda_in_every_config(stored, dtype):
     """Those of the heuristics, and tiles of each size with each number of warps in turn."""
     tuned = [
         Config(block_rows=rows, num_warps=warps, block_tokens=tokens)
         for rows, warps, tokens in ((16, 2, 16), (16, 4, 64), (32, 2, 32), (32, 8, 64), (64, 4, 32), (64, 8, 128))
     ]
-    args = shapes(stored)
-    for config in [*launches(stored), *(tuned if stored in ("bfloat16", *FORMATS) else [])]:
+    args = shapes(stored, dtype)
+    for config in [*launches(stored, dtype), *(tuned if dtype == "bfloat16" else [])]:
         run = functools.partial(mla_sparse_attention, scale=0.1, implementation="triton", config=config)
         assert lowering.names_kernel(lowering.lower_for_cuda(run, *args).as_text())
 

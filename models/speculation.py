@@ -37,6 +37,7 @@ from models.interface import LoopedModel, LoopOutput, ModelConfig
 from models.loops import Cache, Step
 from models.reference import ReferenceCorrection, empty_references
 from sparse_jax import Reference, paging, slot_pool
+from sparse_jax.paged_kv import key_shape
 from sparse_jax.paging import PagedState, Reservation
 from sparse_jax.reference_store import Lease, ReferenceStore
 from sparse_jax.selectors import Selector
@@ -260,7 +261,7 @@ def _cache(
         tokens = paged.table.pages.shape[1] * paged.kv.page_size
         references = empty_references(options.reference, model.config, rows.size, tokens)
     if jax.tree.leaves(room.kept):
-        planes, _, kv_heads, _, width = paged.kv.k.shape
+        planes, _, kv_heads, _, width = key_shape(paged.kv)
         keys = jnp.zeros((planes, *rows.shape, kv_heads, width), model.dtype)
         if options.selector.accumulates:
             queries = jnp.zeros((planes, *rows.shape, model.config.num_heads, width), model.dtype)

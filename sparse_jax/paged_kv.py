@@ -87,6 +87,13 @@ def create(
     return PagedKV(jnp.zeros((*shape, key_width), dtype), jnp.zeros((*shape, value_width), dtype))
 
 
+def key_shape(kv: PagedKV) -> tuple[int, ...]:
+    """(planes, N, Hkv, P, D) of the keys, quantised or not; callers with a cache of their own have k and v alone."""
+    if getattr(kv, "quantised", None) is None:
+        return kv.k.shape
+    return kv.planes, kv.pages, kv.kv_heads, kv.page_size, kv.widths[0]
+
+
 def flat(kv: PagedKV) -> tuple[Any, Any]:
     """Keys [planes * N, Hkv, P, D] and values [planes * N, Hkv, P, Dv]: the pool that a `PageView` addresses.
 
@@ -136,7 +143,7 @@ def _put_loop(pool, plane, page, offset, new):
     # A whole token at a time, or where heads have places of their own, one head of a token.
     heads = 1 if page.ndim == 2 else pool.shape[2]
     one_head = pool.shape[2] == 1
-    new = new.reshape(new.shape[0], page.size, heads, *([1] if one_head else []), -1)
+    new = _bits(new.reshape(new.shape[0], page.size, heads, *([1] if one_head else []), -1))
     page, offset = page.reshape(-1), offset.reshape(-1)
     which, count = _present(page)
 
@@ -144,9 +151,10 @@ def _put_loop(pool, plane, page, offset, new):
         token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv or 1, (1,) D]
         head = jnp.int32(0) if heads > 1 else which[i] % pool.shape[2]
         start = (offset[which[i]], jnp.int32(0)) if one_head else (offset[which[i]] * pool.shape[4],)
-        return _overwrite_bits(rows, token, plane, page[which[i]], head, *start)
+        return lax.dynamic_update_slice(rows, token, (plane, page[which[i]], head, *start))
 
-    return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
+    rows = lax.fori_loop(jnp.int32(0), count, put_one, _bits(_rows(pool)))
+    return lax.bitcast_convert_type(rows, pool.dtype).reshape(pool.shape)
 
 
 def _put_scatter(pool, plane, page, offset, new):
@@ -188,14 +196,14 @@ def _copy_loop(pools, sources, targets):
             # The condition is always true. It keeps XLA on CPUs from fusing the read with the write, which then could
             # not be done in place and would copy the pool.
             page = lax.cond(count > 0, read, lambda: jnp.zeros((rows.shape[0], 1, *rows.shape[2:]), rows.dtype))
-            cpu = _overwrite if rows.dtype in _PLAIN_ON_CPU else _overwrite_bits
-            at = zeros[0], target, *zeros[: rows.ndim - 2]
-            return lax.platform_dependent(rows, page, *at, cpu=cpu, default=_overwrite)
+            return lax.dynamic_update_slice(rows, page, (zeros[0], target, *zeros[: rows.ndim - 2]))
 
         return tuple(map(copy_in, pools))
 
-    copied = lax.fori_loop(jnp.int32(0), count, copy_one, tuple(map(_rows, pools)))
-    return tuple(new.reshape(pool.shape) for new, pool in zip(copied, pools, strict=True))
+    rows = [_rows(pool) if pool.dtype in _PLAIN_ON_CPU else _bits(_rows(pool)) for pool in pools]
+    copied = lax.fori_loop(jnp.int32(0), count, copy_one, tuple(rows))
+    whole = (lax.bitcast_convert_type(new, pool.dtype) for new, pool in zip(copied, pools, strict=True))
+    return tuple(new.reshape(pool.shape) for new, pool in zip(whole, pools, strict=True))
 
 
 # XLA's CPU backend computes the other types in float32: to update one token it would convert the whole pool twice.
@@ -208,16 +216,10 @@ def _rows(pool):
     return pool if pool.shape[2] == 1 else pool.reshape(*pool.shape[:3], -1)
 
 
-def _overwrite(rows, new, *at):
-    return lax.dynamic_update_slice(rows, new, at)
-
-
-def _overwrite_bits(rows, new, *at):
-    # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
-    # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[rows.dtype.itemsize]
-    rows_bits, new_bits = (lax.bitcast_convert_type(x, unsigned) for x in (rows, new))
-    return lax.bitcast_convert_type(_overwrite(rows_bits, new_bits, *at), rows.dtype)
+def _bits(x):
+    # Nothing to convert in unsigned integers, so that updates are in place. A loop carries them: JAX 0.12 would walk
+    # over the whole pool to reinterpret it in each step.
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
 def tokens_of(kv: PagedKV, plane: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_jax.h2o import DECAY, GROUPS, h2o_accumulate
-from sparse_jax.paging import PagedKV, PageView
+from sparse_jax.paged_kv import PagedKV, key_shape
+from sparse_jax.paging import PageView
 from sparse_jax.selectors.base import Selector, make, register
 from sparse_jax.selectors.h2o_evicting import H2OEvicting
 from sparse_jax.selectors.tokens import TokenSelector
@@ -61,7 +62,7 @@ class H2O(TokenSelector):
     def init(self, kv: PagedKV, requests: int = 1) -> jax.Array:
         """See `Selector.init`: the sums, [planes * N, Hkv, P]."""
         del requests
-        planes, pages, kv_heads, page_size, _ = kv.k.shape
+        planes, pages, kv_heads, page_size, _ = key_shape(kv)
         self.check_page_size(page_size)
         return jnp.zeros((planes * pages, kv_heads, page_size), self.state_dtype)
 

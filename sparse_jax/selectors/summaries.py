@@ -29,7 +29,7 @@ from jax import lax
 
 import pallas_kernels
 from sparse_jax import dispatch, xla
-from sparse_jax.paging import PagedKV
+from sparse_jax.paged_kv import PagedKV, key_shape
 from sparse_jax.selectors.views import Pages
 from sparse_jax.validation import as_array, as_ids, require
 
@@ -50,7 +50,7 @@ class Envelope:
     @classmethod
     def init(cls, kv: PagedKV, boxes: int = 1) -> Envelope:
         """Of an empty cache."""
-        planes, pages, kv_heads, page_size, width = kv.k.shape
+        planes, pages, kv_heads, page_size, width = key_shape(kv)
         shape = (planes * pages * boxes, kv_heads, width)
         dtype = summary_dtype(kv)
         # Two arrays: one shared by both fields could not be donated.
@@ -107,7 +107,7 @@ class Sums:
     @classmethod
     def init(cls, kv: PagedKV) -> Sums:
         """Of an empty cache."""
-        planes, pages, kv_heads, page_size, width = kv.k.shape
+        planes, pages, kv_heads, page_size, width = key_shape(kv)
         shape = (planes * pages, kv_heads, width)
         zeros = jnp.zeros(shape, jnp.float32), jnp.zeros(shape[0], jnp.int32), jnp.zeros(shape, summary_dtype(kv))
         return cls(*zeros, page_size)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_jax
-from sparse_jax import compaction, paging
+from sparse_jax import compaction, paging, selectors
 from tests.sparse_jax import quantized_bytes
 
 PLANES, PAGES, P, LATENT, ROPE, INDEX = 3, 5, 4, 32, 8, 12
@@ -53,6 +53,13 @@ def test_bytes_of_a_plane_are_those_of_the_writers_and_no_others_change(format, 
     keys = sparse_jax.write_index_keys(keys, slots.ravel(), v.reshape(-1, INDEX))
     np.testing.assert_array_equal(after.kv.v[1].reshape(PAGES, -1), keys.data)
     assert (np.asarray(after.kv.v)[[0, 2]] == 0xAB).all()
+
+
+@pytest.mark.parametrize("name", ["quest", "centroid", "h2o"])
+def test_what_selectors_remember_has_the_shapes_of_a_plain_cache(name):
+    selector = selectors.get(name)
+    quantised, plain = (jax.tree.leaves(selector.init(make(dtype).kv)) for dtype in (FORMATS[0], jnp.bfloat16))
+    assert [(x.shape, x.dtype) for x in quantised] == [(x.shape, x.dtype) for x in plain]
 
 
 def test_a_plane_out_of_range_and_released_pages_are_not_written():

@@ -115,11 +115,9 @@ class Loop:
                 planes=config.planes,
                 pages=case.batch * pages,
                 page_size=case.page_size,
-                kv_heads=config.num_kv_heads,
-                key_width=config.head_dim,
                 requests=case.batch,
                 pages_per_request=pages,
-                dtype=case.dtype,
+                **config.pools(case.dtype),
             )
             counts = jnp.full(case.batch, case.context, jnp.int32)
             paged, _ = paging.reserve(paged, counts, case.context)

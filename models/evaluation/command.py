@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from models.cli_options import CacheDtypeOption
+
 DEVICE_TOKENS, HOST_TOKENS = 524_288, 8192
 """Tokens of a batch on a GPU and on a CPU."""
 
@@ -52,6 +54,7 @@ def evaluate(
     dense_layers: DenseLayersOption = 0,
     diagnostics: DiagnosticsOption = True,
     dtype: Annotated[str | None, typer.Option(help="Of the model, such as bfloat16; default its own.")] = None,
+    cache_dtype: CacheDtypeOption = None,
     attention: Annotated[str, typer.Option(help="Of the prompt: auto, xla or cudnn (on a GPU, in 16 bits).")] = "auto",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads that compile ahead; default one a core.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file; cells that are in it already are not run again.")] = None,
@@ -63,9 +66,9 @@ def evaluate(
     Each method is run at each length and budget over the same prompts: share answered, logit margin of the answer, and
     against dense attention the probability mass that was read, beside the most that as many tokens can have.
 
-    Example: `--methods dense,quest,window --lengths 512,2048 --out results.json --plots plots`
+    Example: `sparse-jax evaluate --methods dense,quest,window --lengths 512,2048 --out results.json --plots plots`
 
-    Example: `--tier quick`
+    Example: `sparse-jax evaluate --tier quick`
     """
     from models.evaluation.results import Results
 
@@ -78,8 +81,8 @@ def evaluate(
     else:
         sound, filler = True, None if text is None else text.read_text(encoding="utf-8", errors="replace")
         settings = _settings(
-            model, _split(methods), _split(tasks), _split(lengths), _split(budgets), prompts, batch, seed, filler,
-            dense_layers, diagnostics, workers,
+            model, _split(methods), _split(tasks), _lengths(lengths), _split(budgets), prompts, batch, seed, filler,
+            dense_layers, diagnostics, cache_dtype, workers,
         )  # fmt: skip
         settings = run_all(settings, results, console, filler, dtype=dtype, attention=attention)
         _show(results, settings, console)
@@ -92,7 +95,7 @@ def _settings(
     model: str,
     methods: list[str],
     tasks: list[str],
-    lengths: list[str],
+    lengths: tuple[int, ...],
     budgets: list[str],
     prompts: int,
     batch: int | None,
@@ -100,6 +103,7 @@ def _settings(
     text: str | None,
     dense_layers: int,
     diagnostics: bool,
+    cache_dtype: str | None,
     workers: int | None,
 ) -> Any:
     from models.evaluation.engine import Settings
@@ -109,13 +113,14 @@ def _settings(
         model=model,
         methods=tuple(parse(name) for name in (methods or default(model))),
         tasks=tuple(tasks),
-        lengths=tuple(int(length) for length in lengths),
+        lengths=lengths,
         budgets=tuple(budgets),
         prompts=prompts,
         seed=seed,
         batch_tokens=batch or (DEVICE_TOKENS if _on_gpu() else HOST_TOKENS),
         dense_layers=dense_layers,
         diagnostics=diagnostics,
+        cache_dtype=cache_dtype,
         text=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
         workers=workers or min(16, os.cpu_count() or 1),
     )
@@ -183,6 +188,7 @@ def run_all(
     if (longest := max(settings.lengths)) > config.max_positions:
         raise ValueError(f"--lengths: {settings.model} has {config.max_positions} positions, got {longest}")
     evaluation = Evaluation(network, writer, settings, results)
+    _check_tasks(writer, evaluation.settings)
     cells = evaluation.cells()
     with progress(console) as bar:
         task = bar.add_task("compiling", total=len(cells))
@@ -195,8 +201,18 @@ def run_all(
         except Failed as failed:
             console.print(f"[bold red]left out:[/] {escape(str(failed))}", highlight=False)
             if not evaluation.results.cells:
-                raise
+                raise failed.__cause__ or failed from None
     return evaluation.settings
+
+
+def _check_tasks(writer: Any, settings: Any) -> None:
+    """Raises ValueError for a task that there is not, and for a length that its statements do not fit into."""
+    for task in settings.tasks:
+        for length in settings.lengths:
+            try:
+                writer.prompt(task, length, 0.5, (settings.seed,))
+            except ValueError as error:
+                raise ValueError(f"--tasks {task} with --lengths {length}: {error}") from None
 
 
 def progress(console: Console):
@@ -255,6 +271,14 @@ def _on_gpu() -> bool:
     import jax
 
     return jax.default_backend() == "gpu"
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """The numbers of --lengths. Raises ValueError for what is none of at least 1."""
+    parts = _split(text)
+    if not parts or not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise ValueError(f"--lengths takes whole numbers of at least 1, separated by commas, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def _split(text: str) -> list[str]:

@@ -75,14 +75,16 @@ def dense_attention(
     place = jnp.arange(page.shape[1] * page_size, dtype=jnp.int32).reshape(-1, page_size)
     holds = (view.page_table >= 0)[..., None] & (place < view.lengths[:, None, None])  # [B, W, P]
     holds = holds[:, None, None]
-    groups = q.reshape(batch, kv_heads, -1, width).astype(k_pages.dtype)
-    k = jnp.where(holds[:, 0, 0, :, None, :, None], k_pages[page], 0)  # [B, W, Hkv, P, D]
+    # Numbers of eight bits are exact in 16; queries and probabilities are not to be rounded to eight.
+    dtype = jnp.bfloat16 if k_pages.dtype.itemsize == 1 else k_pages.dtype
+    groups = q.reshape(batch, kv_heads, -1, width).astype(dtype)
+    k = jnp.where(holds[:, 0, 0, :, None, :, None], k_pages[page], 0).astype(dtype)  # [B, W, Hkv, P, D]
     scores = jnp.einsum("bkgd,bwkpd->bkgwp", groups, k, preferred_element_type=jnp.float32)
     scores = jnp.where(holds, scores * width**-0.5, -jnp.inf)
     m = jnp.max(scores, axis=(-2, -1), keepdims=True, initial=jnp.finfo(jnp.float32).min)
     weight = jnp.where(holds, jnp.exp(scores - m), 0)
     p = weight / jnp.maximum(weight.sum(axis=(-2, -1), keepdims=True), jnp.finfo(jnp.float32).tiny)
-    v = jnp.where(holds[:, 0, 0, :, None, :, None], v_pages[page], 0)
+    v = jnp.where(holds[:, 0, 0, :, None, :, None], v_pages[page], 0).astype(dtype)
     out = jnp.einsum("bkgwp,bwkpd->bkgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     p = jnp.where(holds, p, -1).reshape(*groups.shape[:3], -1)
     return p, out.reshape(batch, heads, -1)

@@ -26,14 +26,16 @@ from models.evaluation.run import Shape, Steps
 from models.evaluation.tasks import Prompt, Writer
 from models.interface import LoopedModel
 from sparse_jax import paging, retained_count
+from sparse_jax.latent_cache import FORMATS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """One evaluation. tasks: those that suit the model if empty. budgets: tokens ("256") or shares ("1/64", "0.1").
 
-    batch_tokens: tokens of all requests of a batch at most. text: a word for the text that was given, for the record.
-    workers: threads that compile; None: as many as cores, at most 16.
+    batch_tokens: tokens of all requests of a batch at most. attention_rows: see `Shape`. cache_dtype: as for
+    `ModelConfig.pools`, default the model's; recorded where it is another. text: a word for the text that was given,
+    for the record. workers: threads that compile; None: as many as cores, at most 16.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Settings:
     diagnostics: bool = True
     implementation: str | None = None
     attention_rows: int | None = None
+    cache_dtype: str | None = None
     text: str | None = None
     workers: int | None = None
 
@@ -58,6 +61,8 @@ class Settings:
         for name in ("methods", "lengths", "budgets"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+        if min(self.lengths) < 1:
+            raise ValueError(f"lengths must be at least 1, got {', '.join(map(str, self.lengths))}")
         for length in self.lengths:
             for budget in self.budgets:
                 budget_tokens(budget, length)
@@ -158,7 +163,8 @@ def _budget(shape: Shape) -> jax.ShapeDtypeStruct:
 class Evaluation:
     """Runs what `settings` ask for and `results` lack.
 
-    cells() lists it; run() does it, and calls `on_cell` with each finished cell.
+    cells() lists it; run() does it, and calls `on_cell` with each finished cell. Raises ValueError for a cache_dtype
+    that the model cannot read.
     """
 
     def __init__(self, model: LoopedModel, writer: Writer, settings: Settings, results: Results | None = None):
@@ -167,6 +173,9 @@ class Evaluation:
         self.results = Results() if results is None else results
         self.programs = Programs(model, settings.workers)
         self.dtype = str(jnp.dtype(model.dtype))
+        # None for the model's own: cells of files from before there was a choice have the same keys.
+        name = self.dtype if settings.cache_dtype is None else str(model.config.pools(settings.cache_dtype)["dtype"])
+        self.cache_dtype = None if name == self.dtype else FORMATS.get(name, name)
         self._kept: tuple[Any, Any] = (None, None)
 
     def shape(self, method: Method, length: int) -> Shape:
@@ -177,6 +186,7 @@ class Evaluation:
             rows=rows_of(s.prompts, len(s.budgets), s.batch_tokens // length),
             page_size=method.page_size,
             most=max(budget_tokens(budget, length) for budget in s.budgets),
+            dtype=self.cache_dtype,
             diagnostics=s.diagnostics,
             dense_planes=s.dense_layers,
             attention_rows=s.attention_rows,
@@ -199,6 +209,8 @@ class Evaluation:
             "dtype": self.dtype,
             "text": s.text,
         }
+        if self.cache_dtype is not None:
+            settings["cache_dtype"] = self.cache_dtype
         return {
             "model": s.model,
             "method": method.name,

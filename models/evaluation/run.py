@@ -22,7 +22,9 @@ from models.evaluation.diagnostics import Diagnosis, nothing
 from models.evaluation.methods import Method
 from models.evaluation.observed import Observed, Watched, attend, diagnosed, watch
 from models.interface import LoopedModel
+from models.latent_attention import LatentQuery
 from sparse_jax import paging
+from sparse_jax.paged_kv import tokens_of
 from sparse_jax.paging import PagedState
 from sparse_jax.selectors import Dense
 
@@ -41,7 +43,7 @@ class Shape:
     rows: int
     page_size: int
     most: int
-    dtype: Any = None  # of the cache, default the model's
+    dtype: Any = None  # of the cache, as for `ModelConfig.pools`; default the model's
     chunk: int = 8  # decode steps of a call
     diagnostics: bool = True
     dense_planes: int = 0
@@ -68,12 +70,9 @@ def empty(model: LoopedModel, shape: Shape, tokens: int | None = None) -> PagedS
         planes=config.planes,
         pages=shape.rows * pages,
         page_size=shape.page_size,
-        kv_heads=config.num_kv_heads,
-        key_width=config.head_dim,
-        value_width=config.value_dim,
         requests=shape.rows,
         pages_per_request=pages,
-        dtype=shape.dtype or model.dtype,
+        **config.pools(model.dtype if shape.dtype is None else shape.dtype),
     )
 
 
@@ -86,12 +85,14 @@ class Sliced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def causal(self, plane, q, k, v, cache):
-        """See `LoopedModel.causal`."""
+    def causal(self, plane, q, k, v, cache, implementation=None):
+        """See `LoopedModel.causal`. Raises ValueError for latent attention, whose queries are not one array."""
+        if isinstance(q, LatentQuery):
+            raise ValueError(f"latent attention takes all requests at once: leave out attention_rows, got {self.rows}")
 
         def some(qkv):
             q, k, v = (x[None] for x in qkv)
-            return self.model.causal(plane, q, k, v, ())[0][0]
+            return self.model.causal(plane, q, k, v, (), implementation)[0][0]
 
         return jax.lax.map(some, (q, k, v), batch_size=min(self.rows, q.shape[0])), cache
 
@@ -112,10 +113,12 @@ def prefill(params: nnx.State, tokens: jax.Array, counts: jax.Array, *, graph: n
 
 @functools.partial(jax.jit, static_argnames=("heads", "method", "shape"))
 def begin(paged: PagedState, budget: jax.Array, *, heads: int, method: Method, shape: Shape) -> Watched:
-    """What a method that keeps all tokens remembers of a cache that was filled without it; heads: Hq."""
+    """What a method that keeps all tokens remembers of a cache that was filled without it; heads: Hq.
+
+    It learns the keys as the cache holds them: rounded, where that is narrower than the model.
+    """
     selector = method.at(budget, shape.most)
-    planes, _, kv_heads, page_size, width = paged.kv.k.shape
-    keys, _ = paging.flat(paged.kv)
+    page_size = shape.page_size
 
     def write(plane, state):
         view = paging.view(paged, plane)
@@ -123,10 +126,10 @@ def begin(paged: PagedState, budget: jax.Array, *, heads: int, method: Method, s
         place = jnp.arange(page.shape[1] * page_size, dtype=jnp.int32)
         slots = (page[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)).reshape(page.shape[0], -1)
         holds = jnp.repeat(view.page_table >= 0, page_size, axis=1) & (place < view.lengths[:, None])
-        k = keys[page].swapaxes(2, 3).reshape(*slots.shape, kv_heads, width)
-        return selector.write(state, k, jnp.where(holds, slots, -1))
+        k, _ = tokens_of(paged.kv, plane, paged.table.pages.reshape(-1))
+        return selector.write(state, k.reshape(*slots.shape, *k.shape[1:]), jnp.where(holds, slots, -1))
 
-    state = jax.lax.fori_loop(0, planes, write, selector.init(paged.kv, shape.rows))
+    state = jax.lax.fori_loop(0, paged.kv.planes, write, selector.init(paged.kv, shape.rows))
     return watch(state, paged.kv, shape.rows, heads, _watched_tokens(shape))
 
 

@@ -74,3 +74,14 @@ def test_evaluation_tells_how_much_each_k_reads(folder):
     assert read["dense"] == pytest.approx(1.0)
     assert read["dsa:k=4"] == pytest.approx(4 / 160, rel=0.05)
     assert run("evaluate", "--model", folder, "--dense-layers", 1)[0] == 1
+    code, _, told = run("evaluate", "--model", folder, "--methods", "dense,dsa:k=4", "--cache-dtype", "fp8", *arguments)
+    assert code == 0, told
+    quantised = json.loads((folder / "found.json").read_text())["cells"][len(cells) :]
+    assert [cell["settings"]["cache_dtype"] for cell in quantised] == ["fp8_ds_mla"] * 2
+    for cell, plain in zip(quantised, cells, strict=True):
+        assert cell["read"] == plain["read"]
+        assert cell["margins"] != plain["margins"]
+        assert cell["nll"][0] == pytest.approx(plain["nll"][0], rel=0.05)
+    code, _, told = run("evaluate", "--model", folder, "--cache-dtype", "float8_e4m3fn", *arguments)
+    assert code == 1
+    assert "cache_dtype must be float32, bfloat16, float16 or fp8_ds_mla" in told

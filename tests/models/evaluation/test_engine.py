@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.evaluation import engine, methods
+from models.deepseek import Deepseek
+from models.evaluation import engine, methods, run
 from models.evaluation.engine import Evaluation, Settings
 from models.evaluation.methods import Method, parse
 from models.evaluation.observed import Observed, watch
@@ -20,6 +21,7 @@ from models.ouro import Ouro
 from models.tokenizers import ByteTokenizer
 from sparse_jax import paging, selectors
 from tests.models.configs import small_ouro
+from tests.models.deepseek_setting import small_deepseek
 
 LENGTH, PROMPTS = 48, 3
 QUEST, TOVA = "quest:page_size=4", "tova:page_size=4"
@@ -167,6 +169,31 @@ def test_first_layers_can_read_everything():
         assert seen.read[plane].sum(axis=-1).tolist() == [[tokens] * 2]
         assert not seen.read[1 - plane].any()
         np.testing.assert_array_equal(seen.q[plane], q)
+
+
+def test_a_cache_of_eight_bits(evaluated, model, writer):
+    """Attention is what it should be over the rounded cache, which every method and its shadow have."""
+    names = "dense:page_size=4", QUEST, TOVA
+    evaluation = Evaluation(model, writer, settings(*names, budgets=("16",), cache_dtype="float8_e4m3fn"))
+    evaluation.run()
+    found, plain = cells(evaluation), cells(evaluated)
+    assert all(cell["settings"]["cache_dtype"] == "float8_e4m3fn" for cell in found.values())
+    assert not any("cache_dtype" in cell["settings"] for cell in plain.values())
+    assert found["dense", None]["error"][0] < 0.01
+    for name, cell in found.items():
+        assert cell["margins"] != plain[name]["margins"]
+        np.testing.assert_allclose(cell["nll"], plain[name]["nll"], atol=0.1)
+        np.testing.assert_allclose(cell["mass"], plain[name]["mass"], atol=0.1)
+    own = Evaluation(model, writer, settings(QUEST, cache_dtype="float32"))
+    assert [cell["settings"] for cell in own.cells()] == [plain["quest", "8"]["settings"]] * 3
+
+
+def test_requests_of_latent_attention_are_not_taken_apart():
+    graph, params = nnx.split(Deepseek(small_deepseek(num_layers=1, experts=None), rngs=nnx.Rngs(0)))
+    shape = run.Shape(length=16, rows=2, page_size=16, most=1, attention_rows=1, diagnostics=False)
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    with pytest.raises(ValueError, match="leave out attention_rows, got 1"):
+        run.prefill.lower(params, *tokens, graph=graph, shape=shape)
 
 
 def test_known_cells_are_not_run_again(evaluated, model, writer, tmp_path):

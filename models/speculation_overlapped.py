@@ -151,7 +151,7 @@ def _drain(state: DecodeState, held: Held | None, ended: jax.Array) -> tuple[Dec
 
 @functools.partial(jax.jit, static_argnames=("graph", "options"), donate_argnames="state")
 def _begin(params, state: DecodeState, tokens, counts, limits, ended, graph, options) -> tuple[DecodeState, StepOutput]:
-    state, _ = _end(state, ended | (counts > 0))
+    state, stale = _end(state, ended | (counts > 0))
     fresh = counts > 0
     state = dataclasses.replace(
         state,
@@ -162,7 +162,8 @@ def _begin(params, state: DecodeState, tokens, counts, limits, ended, graph, opt
     )
     state, out = prefill_batch(graph, params, tokens, counts, state, options)
     # A prompt that finds no pages leaves its row empty.
-    return dataclasses.replace(state, done=state.done | (fresh & ~state.started)), out
+    state = dataclasses.replace(state, done=state.done | (fresh & ~state.started))
+    return state, out._replace(stale=out.stale + stale)
 
 
 class Overlapped:
@@ -252,6 +253,7 @@ class Overlapped:
         arguments = jnp.array(tokens), jnp.array(counts), jnp.int32(limit), jnp.array(self._to_release)
         self.state, out = _begin(self._params, self.state, *arguments, graph=self._graph, options=options)
         self._to_release[:] = False
+        self.stale += int(out.stale)
         started, done, first = np.asarray(out.lengths) > 0, np.asarray(self.state.done), np.asarray(out.tokens)
         for row in rows:
             self.tokens[row] = [int(first[row])] if first[row] >= 0 else []

@@ -33,6 +33,9 @@ class LatentObjective:
     label_weights: tuple[float, ...] = LABEL_WEIGHTS
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
 
+    def __post_init__(self) -> None:
+        objective.check_dropout(self.dropout)
+
 
 def fresh(config: DeepseekConfig, seed: int, **options: Any) -> Deepseek:
     """A model to train: embeddings of size 1, branches that add little at first, a quiet head."""

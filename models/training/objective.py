@@ -32,6 +32,9 @@ class Objective:
     label_weights: tuple[float, ...] = LABEL_WEIGHTS
     dropout: float = 0.1  # of both branches of every layer, in plain text alone
 
+    def __post_init__(self) -> None:
+        check_dropout(self.dropout)
+
 
 class LossParts(NamedTuple):
     """What a step reports: means over its tokens."""
@@ -44,6 +47,12 @@ class LossParts(NamedTuple):
 
 REPORTED = (tasks.TEXT, tasks.ANSWER, tasks.CHAIN, tasks.BEHIND)
 """Rows of `LossParts`: text, answers, chain answers, digits behind links."""
+
+
+def check_dropout(rate: float) -> None:
+    """Raises ValueError unless 0 <= rate < 1."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {rate}")
 
 
 class DroppedBranch:
@@ -68,9 +77,10 @@ def drop_branches(
 ) -> None:
     """Let dropout follow the named branches of layers, of a model of this trace alone, in the rows of bool[B].
 
-    like: what a branch gives, [B, S, H]. One mask serves all loops, as over the steps of a recurrent net.
+    like: what a branch gives, [B, S, H]. rate: from 0 up and below 1, rounded to 256ths, at most 255 of them. One mask
+    serves all loops, as over the steps of a recurrent net.
     """
-    dropped = round(256 * rate)
+    dropped = min(round(256 * rate), 255)
     for layer in layers:
         for name in names:
             key, draw = jax.random.split(key)

@@ -157,6 +157,18 @@ def test_a_row_is_used_again_while_the_round_of_its_last_request_is_under_way(mo
     nothing_is_held(rounds)
 
 
+def test_what_is_stale_when_a_row_is_used_again_is_counted(model):
+    rounds = Overlapped(model, new(model), OPTIONS, SPECULATION)
+    next(iter(rounds))
+    table = rounds.state.paged.table
+    held = int((table.pages[2] >= 0).sum())
+    stale = dataclasses.replace(table, incarnations=table.incarnations.at[2].add(1))
+    rounds.state = dataclasses.replace(rounds.state, paged=dataclasses.replace(rounds.state.paged, table=stale))
+    before = rounds.stale
+    rounds.submit({2: [1, 2]}, TOKENS)
+    assert rounds.stale - before == held > 0
+
+
 def test_a_submission_without_room_fails_and_leaves_the_others_as_they_are(model, expected):
     """Two requests run and need ten pages more at most; that is all there are, and the prompt needs 16."""
     state = start(model, [text if b < 2 else [] for b, text in enumerate(prompts(0, REQUESTS))], TOKENS, OPTIONS)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax import nnx
 
 from models import checkpoints, tasks, train
 from models.ouro import Ouro, OuroConfig
-from models.training import batches, corpora, objective, optimizers, quality
+from models.training import batches, corpora, latent_objective, objective, optimizers, quality
 from models.training.recipes import Phase
 
 SMALL = OuroConfig.tiny(
@@ -120,6 +121,17 @@ def test_dropout_is_for_text_alone():
     assert first == second
     first, second = losses(tasks.TEXT)
     assert first != second
+
+
+def test_dropout_is_a_share_below_all():
+    for kind in (objective.Objective, latent_objective.LatentObjective):
+        for rate in (-0.1, 1.0, float("nan")):
+            with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {rate}"):
+                kind(dropout=rate)
+    layer = types.SimpleNamespace(branch=lambda x: x)
+    like = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
+    objective.drop_branches([layer], ("branch",), jax.random.key(0), jnp.ones(1, bool), like, 0.999)
+    assert set(np.unique(layer.branch(jnp.ones(like.shape)))) == {0, 256}
 
 
 # The optimiser

@@ -1,10 +1,8 @@
-"""Pieces that the models share: the root-mean-square norm, rotary positions, matrices, the gated feed-forward part."""
+"""Pieces that the models share: the root-mean-square norm, matrices, the gated feed-forward part."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-from models.rotary import rotate
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -27,11 +25,6 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise x [..., H] over its last axis."""
         return rms_norm(x, self.weight[...], self.eps)
-
-
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """`rotate` as Llama and Ouro do: the two halves of the last axis of x [B, S, heads, D] by positions i32[B, S]."""
-    return rotate(x, positions, theta, interleaved=False)
 
 
 def matrix(rngs: nnx.Rngs, *shape: int, param_dtype) -> nnx.Param:

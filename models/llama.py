@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.interface import Attend, Cache, Keep, KeysAndValues, LoopOutput, keep_all
-from models.layers import RMSNorm, check_loops, check_sizes, rms_norm, rotary
+from models.layers import RMSNorm, check_loops, check_sizes, rms_norm
+from models.rotary import rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +179,8 @@ class Llama(nnx.Module):
         k_proj = w["k_proj"].reshape(c.num_kv_heads, c.head_dim, c.hidden_size)
         v_proj = w["v_proj"].reshape(c.num_kv_heads, c.head_dim, c.hidden_size)
         o_proj = w["o_proj"].reshape(c.hidden_size, c.num_heads, c.head_dim)
-        q = rotary(jnp.einsum("bsh,ndh->bsnd", x, q_proj), positions, c.rope_theta)
-        k = rotary(jnp.einsum("bsh,kdh->bskd", x, k_proj), positions, c.rope_theta)
+        q = rotate(jnp.einsum("bsh,ndh->bsnd", x, q_proj), positions, c.rope_theta, interleaved=False)
+        k = rotate(jnp.einsum("bsh,kdh->bskd", x, k_proj), positions, c.rope_theta, interleaved=False)
         v = jnp.einsum("bsh,kdh->bskd", x, v_proj)
         out, cache = attend(plane, q, k, v, cache)
         return jnp.einsum("bsnd,hnd->bsh", out, o_proj), cache
@@ -190,7 +191,7 @@ class Llama(nnx.Module):
         up = jnp.einsum("bsh,fh->bsf", x, w["up_proj"])
         return jnp.einsum("bsf,hf->bsh", jax.nn.silu(gate) * up, w["down_proj"])
 
-    def causal(self, plane, q, k, v, cache: Cache) -> tuple[jax.Array, Cache]:
+    def causal(self, plane, q, k, v, cache: Cache, implementation=None) -> tuple[jax.Array, Cache]:
         """Dense causal attention inside the sequence itself; an `Attend` that leaves the cache alone."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention), cache
 

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.interface import Attend, Cache, Keep, KeysAndValues, LoopOutput, keep_all
-from models.layers import RMSNorm, check_loops, check_sizes, rotary
+from models.layers import RMSNorm, check_loops, check_sizes
+from models.rotary import rotate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,8 @@ class Attention(nnx.Module):
         k_proj = self.k_proj[...].astype(dtype).reshape(c.num_kv_heads, c.head_dim, c.hidden_size)
         v_proj = self.v_proj[...].astype(dtype).reshape(c.num_kv_heads, c.head_dim, c.hidden_size)
         o_proj = self.o_proj[...].astype(dtype).reshape(c.hidden_size, c.num_heads, c.head_dim)
-        q = rotary(jnp.einsum("bsh,ndh->bsnd", x, q_proj), positions, c.rope_theta)
-        k = rotary(jnp.einsum("bsh,kdh->bskd", x, k_proj), positions, c.rope_theta)
+        q = rotate(jnp.einsum("bsh,ndh->bsnd", x, q_proj), positions, c.rope_theta, interleaved=False)
+        k = rotate(jnp.einsum("bsh,kdh->bskd", x, k_proj), positions, c.rope_theta, interleaved=False)
         v = jnp.einsum("bsh,kdh->bskd", x, v_proj)
         out, cache = attend(plane, q, k, v, cache)
         return jnp.einsum("bsnd,hnd->bsh", out, o_proj), cache
@@ -267,7 +268,7 @@ class Ouro(nnx.Module):
         (_, cache), (hidden, gate_logits) = jax.lax.scan(loop, (h, cache), loops)
         return LoopOutput(hidden, gate_logits), cache
 
-    def causal(self, plane, q, k, v, cache: Cache) -> tuple[jax.Array, Cache]:
+    def causal(self, plane, q, k, v, cache: Cache, implementation=None) -> tuple[jax.Array, Cache]:
         """Dense causal attention inside the sequence itself; an `Attend` that leaves the cache alone."""
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention), cache
 

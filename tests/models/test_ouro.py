@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.ouro import Ouro, OuroConfig, RMSNorm, rotary
+from models.ouro import Ouro, OuroConfig, RMSNorm
+from models.rotary import rotate
 from tests.models.configs import small_ouro
 
 
@@ -130,12 +131,14 @@ def test_norm_rounds_before_the_weight():
 def test_rotary_is_relative_far_out_too():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 64))
 
+    def turn(x, at):
+        return rotate(x, jnp.array([[at]]), 1e6, interleaved=False)
+
     def score(at_q, at_k):
-        turn = lambda x, at: np.asarray(rotary(x, jnp.array([[at]]), 1e6), np.float64)  # noqa: E731
-        return float((turn(q, at_q) * turn(k, at_k)).sum())
+        return float((np.asarray(turn(q, at_q), np.float64) * np.asarray(turn(k, at_k), np.float64)).sum())
 
     assert score(60_011, 60_000) == pytest.approx(score(11, 0), abs=0.05)
-    np.testing.assert_array_equal(rotary(q, jnp.array([[0]]), 1e6), q)
+    np.testing.assert_array_equal(turn(q, 0), q)
 
 
 def test_gradients_reach_every_parameter(model):

@@ -31,7 +31,7 @@ def evaluate_correction(
 
     Text and answers are fed token by token after a dense prompt, and each loop is held against dense attention.
 
-    Example: `--retentions 0.05,0.1 --length 1024 --out results.json`
+    Example: `sparse-jax evaluate-correction --retentions 0.05,0.1 --length 1024 --out results.json`
     """
     from models import checkpoints, tokenizers
     from models.evaluation import correction_report as report

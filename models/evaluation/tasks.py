@@ -119,6 +119,8 @@ class Writer:
         if self.text is None:
             raise ValueError(f"the task {TEXT_TASK!r} judges a text of yours: give one")
         judged = min(TEXT_TOKENS, (length - len(self.begin)) // 2)
+        if judged < 1:
+            raise ValueError(f"a text has at least {len(self.begin) + 2} tokens, got {length}; take a greater length")
         segments = self.text.segments(rng, length - len(self.begin))
         ids = _ids(self.begin + [token for segment in segments for token in segment])
         context, question, answer = np.split(ids, [length - judged - 1, length - judged])

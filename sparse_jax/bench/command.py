@@ -32,7 +32,7 @@ def bench(
     "of copy" compares the bytes that a call must move with what a plain copy on this device reaches in the same run.
     On a machine without a GPU, small shapes are measured with plain XLA.
 
-    Example: `attention topk --quick --json-dir results`
+    Example: `sparse-jax bench attention topk --quick --json-dir results`
     """
     from sparse_jax.bench.report import BenchResult, Row, kernel_lines, line
     from sparse_jax.bench.suites import run, select_cases

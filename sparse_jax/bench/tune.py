@@ -52,7 +52,7 @@ def tune(
     Shapes come by name, or as numbers, which replace those of the named shapes. A setting is used for exactly the
     shape, GPU and versions that it was measured with: pass `config=sparse_jax.load_tuning(FILE)` to the operations.
 
-    Example: `--operations token-sparse --batch 8 --batch 64 --context 32768 --kept-tokens 2048`
+    Example: `sparse-jax tune --operations token-sparse --batch 8 --batch 64 --context 32768 --kept-tokens 2048`
     """
     import jax
 

@@ -52,7 +52,7 @@ BudgetOption = Annotated[
         parser=read_budget,
         metavar="TOKENS|SHARE",
         help="What a step may read, per layer and head: tokens, or a share of what is cached (0.125, 1/8). "
-        "Unless given: 256; for dsa as many as the model's indexer chooses.",
+        "Unless given: 256; for dsa as many as the model's indexer chooses. dense and reference take none.",
     ),
 ]
 RetentionOption = Annotated[
@@ -68,7 +68,8 @@ CaptureLoopOption = Annotated[
     list[int] | None,
     typer.Option(
         min=0,
-        help="Reference correction: the loop, from 0 up, that attends densely and picks the keys; 1 unless given. "
+        help="Reference correction, which this switches on beside any method: the loop, from 0 up, that attends "
+        "densely and picks the keys; 1 unless given. "
         "Give it twice to pick anew in a later loop.",
     ),
 ]
@@ -78,7 +79,8 @@ SpeculateOption = Annotated[
         min=1,
         metavar="K",
         help="Draft K tokens with the first loops of a looped model, or the extra layer of a DeepSeek-style one, and "
-        "verify them at once: several tokens a round. "
+        "verify them at once: several tokens a round. That pays on a GPU, where a round of a large model takes little longer "
+        "than a step; a CPU is slower with it. "
         "dense and reference say what they would have said anyway (drawn text differs, but is as likely); methods that "
         "choose pages may choose a little differently, because summaries of pages already hold the drafts.",
     ),

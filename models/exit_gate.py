@@ -56,10 +56,9 @@ def chosen_exit(config: ModelConfig, threshold: float | None, step: int | None) 
     Raises ValueError for an exit that the caller wants from a model of one loop.
     """
     if config.loops == 1 and not (threshold is None and step is None):
-        raise ValueError(
-            "exit_threshold and exit_step choose among the loops of a looped model, and this model has one, "
-            f"got {threshold} and {step}"
-        )
+        given = {"exit_threshold": threshold, "exit_step": step}
+        told = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise ValueError(f"{told}: an exit is among the loops of a looped model, and this model has one")
     if threshold is None and step is None:
         step = config.exit_step
     return {"threshold": config.exit_threshold if threshold is None else threshold, "step": step}

@@ -175,12 +175,22 @@ def _requests(
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < vocabulary)
             raise ValueError(f"prompt {request} holds the id {wrong}; the vocabulary is 0 .. {vocabulary - 1}")
-        if len(prompt) + limit - 1 > positions:
-            raise ValueError(
-                f"prompt {request} has {len(prompt)} tokens; with {limit} new ones it passes the {positions} positions "
-                f"of the model: shorten the prompt or ask for at most {max(positions - len(prompt) + 1, 0)} tokens"
-            )
+        check_positions(request, len(prompt), limit, positions)
     return ids, limits
+
+
+def check_positions(request: int, count: int, limit: int, positions: int) -> None:
+    """Raises ValueError for a prompt of `count` tokens whose `limit` new ones, the last never written, do not fit."""
+    if count > positions:
+        raise ValueError(
+            f"prompt {request} has {count} tokens, which alone pass the {positions} positions of the model: "
+            "shorten the prompt"
+        )
+    if count + limit - 1 > positions:
+        raise ValueError(
+            f"prompt {request} has {count} tokens; with {limit} new ones it passes the {positions} positions of the "
+            f"model: shorten the prompt or ask for at most {positions - count + 1} tokens"
+        )
 
 
 def _rounded_up(n: int, least: int = 16) -> int:

@@ -31,6 +31,7 @@ from flax import nnx
 
 from models.decode import DecodeOptions, DecodeState, StepOutput, prefill_batch
 from models.executables import executable
+from models.generate import check_positions
 from models.interface import LoopedModel
 from models.speculation import Speculation, leased_round
 from sparse_jax import paging, reference_store
@@ -289,11 +290,7 @@ class Overlapped:
         wrong = [token for token in text if not 0 <= token < vocabulary]
         require(not wrong, f"prompt {row} holds the ids {wrong[:4]}; the vocabulary is 0 .. {vocabulary - 1}")
         count, total = len(text), len(text) + limit - 1  # the last token is never written
-        require(
-            total <= positions,
-            f"prompt {row} has {count} tokens; with a limit of {limit} it passes the {positions} positions of the "
-            f"model: shorten the prompt or ask for at most {max(positions - count + 1, 0)} tokens",
-        )
+        check_positions(row, count, limit, positions)
         held, room = self.options.selector.tokens_held(count, total), _longest(self.state)
         require(
             held <= room,

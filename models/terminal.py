@@ -58,6 +58,7 @@ def run(
     sizes = checkpoints.read_config(place)
     method, budget = usual(sizes, method, budget)
     selector, reference = reading(method, budget, retention, capture_loops)
+    check_loops(sizes, model, reference, exit_threshold)
     speculation = drafting(drafts, draft_loops, sizes, model)
     tokenizer = tokenizers.for_folder(place)
     texts = [chat.chat_prompt(place, text) for text in prompts.texts] if chat_template else prompts.texts
@@ -80,7 +81,7 @@ def run(
     console = Console(stderr=True, highlight=False)
     opening = f"{opening_line(model, config, encoded)}; each step reads {share_read(method, budget, reference)}"
     console.print(f"[dim]{escape(opening)}[/]", soft_wrap=True)
-    show(prompts, generation, tokenizer, console)
+    show(prompts, generation, tokenizer, console, end="\n" if chat_template else "")
     stats = generation.stats()
     console.print(f"[dim]{escape(closing_line(stats, reference))}[/]", soft_wrap=True)
     return stats
@@ -103,11 +104,17 @@ def check_tokenizer(tokenizer: tokenizers.Tokenizer, config: checkpoints.Config,
 
 
 def usual(config: checkpoints.Config, method: str | None, budget: int | float | None) -> tuple[str, int | float]:
-    """Method and budget where they were not given: "quest", or what a DeepSeek-style model does by itself."""
+    """Method and budget where they were not given: "quest", or what a DeepSeek-style model does by itself.
+
+    Raises ValueError for the budget of a method that takes none.
+    """
     indexer = getattr(config, "indexer", None)
     if method is None:
         latent = isinstance(config, DeepseekConfig)
         method = "dsa" if indexer is not None else "dense" if latent else "quest"
+    if budget is not None and method in ("dense", REFERENCE):
+        more = " before the capture; --retention says how much the loops after it read" * (method == REFERENCE)
+        raise ValueError(f"--budget {budget}: the method {method} reads everything and takes no budget{more}")
     if budget is None:
         budget = indexer.topk if method == "dsa" and indexer is not None else 256
     return method, budget
@@ -135,6 +142,19 @@ def reading(
         return selector, None
     loops = (1,) if capture_loops is None else tuple(sorted(set(capture_loops)))
     return selector, ReferenceCorrection(retention=0.1 if retention is None else retention, capture_loops=loops)
+
+
+def check_loops(
+    config: checkpoints.Config, model: str, reference: ReferenceCorrection | None, exit_threshold: float | None
+) -> None:
+    """Raises ValueError for what a model of one loop has no use for."""
+    if config.loops == 1 and reference is not None:
+        raise ValueError(
+            f"{model} has one loop, so there is none for reference correction (--method reference, --retention, "
+            "--capture-loop) to correct"
+        )
+    if config.loops == 1 and exit_threshold is not None:
+        raise ValueError(f"--exit-threshold {exit_threshold}: {model} has one loop, so there is none to choose")
 
 
 def drafting(drafts: int | None, draft_loops: int | None, config: checkpoints.Config, model: str) -> Speculation | None:
@@ -171,7 +191,7 @@ def share_read(method: str, budget: int | float, reference: ReferenceCorrection 
         amount = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:g} %"
         keys = "the indexer's keys" if method == "dsa" else "the keys"
         more = f"; choosing reads {keys} of all" if selectors.get(method).reads_all_keys else ""
-        words = f"about {amount} of the KV cache ({method}{more})"
+        words = f"at most about {amount} of the KV cache ({method}{more})"
     if reference is None:
         return words
     first, *later = reference.capture_loops
@@ -180,8 +200,13 @@ def share_read(method: str, budget: int | float, reference: ReferenceCorrection 
     return words + "".join(f"; loop {loop} reads all and picks anew" for loop in later)
 
 
-def show(prompts: Prompts, generation: Generation, tokenizer: tokenizers.Tokenizer, console: Console) -> None:
-    """Runs a generation to its end and writes what it says; a single prompt is streamed, with its end before it."""
+def show(
+    prompts: Prompts, generation: Generation, tokenizer: tokenizers.Tokenizer, console: Console, end: str = ""
+) -> None:
+    """Runs a generation to its end and writes what it says; a single prompt is streamed, with its end before it.
+
+    end: what stands between the two.
+    """
     chunks = iter(generation)
     with console.status("compiling and reading the prompt"):
         first = list(itertools.islice(chunks, 2))  # the prompt's chunk and the first of decoding: both compile
@@ -190,7 +215,7 @@ def show(prompts: Prompts, generation: Generation, tokenizer: tokenizers.Tokeniz
             pass
         show_batch(prompts, generation, tokenizer)
     else:
-        console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end="", soft_wrap=True)
+        console.print(f"[dim]{escape(_tail(prompts.texts[0]))}[/]", end=end, soft_wrap=True)
         text = show_stream(itertools.chain(first, chunks), tokenizer)
         if prompts.answer is not None:
             console.print(verdict(text, prompts.answer))

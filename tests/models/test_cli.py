@@ -140,7 +140,7 @@ def test_a_retention_beside_a_method_adds_the_correction():
     assert (selector, reference.retention) == (selectors.get("dense"), 0.1)
     words = terminal.share_read("quest", 48, reference)
     assert words.startswith(
-        "about 48 tokens of the KV cache (quest) before loop 1, all of it there, and 10 % of the keys"
+        "at most about 48 tokens of the KV cache (quest) before loop 1, all of it there, and 10 % of the keys"
     )
 
 

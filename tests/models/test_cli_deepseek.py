@@ -52,8 +52,8 @@ def test_it_reads_a_quantised_cache(folder):
         (("--speculate", 2, "--draft-loops", 1), "drafts with its extra layer, it has no loops"),
         (("--method", "quest"), "latent attention is read by the selectors 'dsa' and 'dense'"),
         (("--budget", "1/8"), "takes a number of tokens as its budget"),
-        (("--speculate", 2, "--capture-loop", 0), "none to correct"),
-        (("--exit-threshold", 0.5), "the loops of a looped model, and this model has one, got 0.5"),
+        (("--speculate", 2, "--capture-loop", 0), "there is none for reference correction"),
+        (("--exit-threshold", 0.5), "has one loop, so there is none to choose"),
         (("--cache-dtype", "float8_e4m3fn"), "cache_dtype must be float32, bfloat16, float16 or fp8_ds_mla"),
     ],
 )

@@ -1,9 +1,16 @@
 """What the console app says about options that do not fit, each in one line."""
 
+import io
+
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from models import terminal
 from models.cli import app
+from models.generate import check_positions
+from models.prompts import Prompts
+from models.tokenizers import ByteTokenizer
 
 
 def refused(*arguments):
@@ -32,3 +39,40 @@ def refused(*arguments):
 )
 def test_an_evaluation_checks_tasks_and_lengths_before_it_begins(arguments, said):
     assert said in refused("evaluate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--method", "dense", "--budget", 64), "--budget 64: the method dense reads everything and takes no budget"),
+        (
+            ("--method", "reference", "--budget", "1/4"),
+            "--budget 0.25: the method reference reads everything and takes",
+        ),
+        (
+            ("--model", "deepseek-tiny", "--method", "reference"),
+            "deepseek-tiny has one loop, so there is none for refer",
+        ),
+        (("--model", "deepseek-tiny", "--retention", 0.1), "(--method reference, --retention, --capture-loop) to corr"),
+        (("--model", "deepseek-tiny", "--exit-threshold", 0.5), "--exit-threshold 0.5: deepseek-tiny has one loop"),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments, said):
+    assert said in refused("generate", "--prompt", "x", *arguments)
+
+
+def test_a_prompt_that_is_too_long_by_itself_is_told_so():
+    check_positions(0, 8, 1, 8)
+    with pytest.raises(ValueError, match=r"prompt 0 has 8 tokens; with 2 new ones .* ask for at most 1 tokens"):
+        check_positions(0, 8, 2, 8)
+    with pytest.raises(ValueError, match="prompt 3 has 9 tokens, which alone pass the 8 positions of the model"):
+        check_positions(3, 9, 1, 8)
+
+
+def test_an_answer_of_a_chat_begins_on_a_line_of_its_own(monkeypatch):
+    monkeypatch.setattr(terminal, "show_stream", lambda chunks, tokenizer: "")
+    for end in ("", "\n"):
+        shown = io.StringIO()
+        console = Console(file=shown, highlight=False)
+        terminal.show(Prompts(["a question"]), [], ByteTokenizer(), console, end=end)
+        assert shown.getvalue() == "a question" + end

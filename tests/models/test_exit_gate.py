@@ -78,7 +78,8 @@ def test_refuses_impossible_exits(options, message):
 @pytest.mark.parametrize("wanted", [(0.5, None), (1.0, None), (None, 0)])
 def test_a_model_of_one_loop_has_nothing_to_exit_from(wanted):
     assert chosen_exit(small_llama(), None, None) == {"threshold": 1.0, "step": None}
-    with pytest.raises(ValueError, match=f"and this model has one, got {wanted[0]} and {wanted[1]}"):
+    told = "exit_step 0" if wanted[0] is None else f"exit_threshold {wanted[0]}"
+    with pytest.raises(ValueError, match=f"^{told}: an exit is among the loops of a looped model, and this model has"):
         chosen_exit(small_llama(), *wanted)
 
 

@@ -245,6 +245,7 @@ def _show(results: Any, settings: Any, console: Console) -> None:
         and cell["task"] in settings.tasks
         and cell["length"] in settings.lengths
         and cell["budget"] in (None, *settings.budgets)
+        and cell["settings"].get("cache_dtype") == settings.cache_dtype
     ]
     for row in rows(wanted):
         table.add_row(*row)

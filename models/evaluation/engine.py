@@ -168,14 +168,16 @@ class Evaluation:
     """
 
     def __init__(self, model: LoopedModel, writer: Writer, settings: Settings, results: Results | None = None):
-        self.settings = dataclasses.replace(settings, tasks=settings.tasks or writer.phrasing.default)
         self.writer = writer
         self.results = Results() if results is None else results
         self.programs = Programs(model, settings.workers)
-        self.dtype = str(jnp.dtype(model.dtype))
-        # None for the model's own: cells of files from before there was a choice have the same keys.
-        name = self.dtype if settings.cache_dtype is None else str(model.config.pools(settings.cache_dtype)["dtype"])
-        self.cache_dtype = None if name == self.dtype else FORMATS.get(name, name)
+        self.dtype, cache = str(jnp.dtype(model.dtype)), None
+        if settings.cache_dtype is not None:
+            name = str(model.config.pools(settings.cache_dtype)["dtype"])
+            cache = None if name == self.dtype else FORMATS.get(name, name)
+        self.settings = dataclasses.replace(
+            settings, tasks=settings.tasks or writer.phrasing.default, cache_dtype=cache
+        )
         self._kept: tuple[Any, Any] = (None, None)
 
     def shape(self, method: Method, length: int) -> Shape:
@@ -186,7 +188,7 @@ class Evaluation:
             rows=rows_of(s.prompts, len(s.budgets), s.batch_tokens // length),
             page_size=method.page_size,
             most=max(budget_tokens(budget, length) for budget in s.budgets),
-            dtype=self.cache_dtype,
+            dtype=s.cache_dtype,
             diagnostics=s.diagnostics,
             dense_planes=s.dense_layers,
             attention_rows=s.attention_rows,
@@ -209,8 +211,8 @@ class Evaluation:
             "dtype": self.dtype,
             "text": s.text,
         }
-        if self.cache_dtype is not None:
-            settings["cache_dtype"] = self.cache_dtype
+        if s.cache_dtype is not None:  # cells of the model's own type have the keys that they had before this choice
+            settings["cache_dtype"] = s.cache_dtype
         return {
             "model": s.model,
             "method": method.name,

@@ -74,8 +74,10 @@ def test_evaluation_tells_how_much_each_k_reads(folder):
     assert read["dense"] == pytest.approx(1.0)
     assert read["dsa:k=4"] == pytest.approx(4 / 160, rel=0.05)
     assert run("evaluate", "--model", folder, "--dense-layers", 1)[0] == 1
-    code, _, told = run("evaluate", "--model", folder, "--methods", "dense,dsa:k=4", "--cache-dtype", "fp8", *arguments)
+    arguments = "--methods", "dense,dsa:k=4", *arguments
+    code, table, told = run("evaluate", "--model", folder, "--cache-dtype", "fp8", *arguments)
     assert code == 0, told
+    assert table.count("passkey") == 2  # not those of the plain cache
     quantised = json.loads((folder / "found.json").read_text())["cells"][len(cells) :]
     assert [cell["settings"]["cache_dtype"] for cell in quantised] == ["fp8_ds_mla"] * 2
     for cell, plain in zip(quantised, cells, strict=True):

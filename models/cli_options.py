@@ -20,14 +20,14 @@ class Implementation(enum.StrEnum):
 def read_budget(text: str) -> int | float:
     """A number of tokens, or a share of the cached tokens: a decimal number or a fraction of at most 1.
 
-    Raises ValueError for anything else.
+    Raises typer.BadParameter for anything else.
     """
     try:
         value = float(fractions.Fraction(text)) if set(text) & set("./") else int(text)
     except (ValueError, ZeroDivisionError):
         value = 0
     if value <= 0 or (isinstance(value, float) and value > 1):
-        raise ValueError(f"{text!r} is neither a number of tokens nor a share between 0 and 1")
+        raise typer.BadParameter(f"{text!r} is neither a number of tokens nor a share between 0 and 1")
     return value
 
 

@@ -65,6 +65,7 @@ def _operations() -> dict[str, tuple[Callable[[], Any], bool]]:
     request = jnp.zeros(1, jnp.int32)
     latents, index_keys = jnp.zeros((2, 16, 48), jnp.bfloat16), sparse_jax.create_index_keys(2, 16, 64)
     outs, lses = jnp.zeros((2, 1, 4, 64)), jnp.zeros((2, 1, 4))
+    reference = sparse_jax.Reference(jnp.zeros((1, 4, 8), jnp.int32), lengths, lses[0], outs[0], outs[0])
     return {
         "paged_attention": (lambda: sparse_jax.paged_attention(q, pool, pool, table, lengths), True),
         "page_sparse_attention": (lambda: sparse_jax.page_sparse_attention(q, pool, pool, table, lengths, ids), True),
@@ -83,6 +84,11 @@ def _operations() -> dict[str, tuple[Callable[[], Any], bool]]:
             ),
             True,
         ),
+        "reference_capture": (
+            lambda: sparse_jax.reference_capture(q, pool, pool, table, lengths, lengths, capacity=8),
+            True,
+        ),
+        "reference_consume": (lambda: sparse_jax.reference_consume(q, pool, pool, table, lengths, reference), True),
     }
 
 

@@ -30,7 +30,8 @@ def resolve(name: str | Path) -> Path:
     name: a shipped name (`ouro-tiny`, `deepseek-tiny`), else a fetched one (`smollm2-135m`), else a local folder or
     .gguf file, else `owner/name[@revision]` of a hub.
 
-    Raises FileNotFoundError for what is none of these, and ImportError for a hub name without the `hub` extra.
+    Raises FileNotFoundError for what is none of these or cannot be fetched, and ImportError for a hub name without the
+    `hub` extra.
     """
     text = str(name)
     if text in SHIPPED:
@@ -46,7 +47,7 @@ def resolve(name: str | Path) -> Path:
             )
         return folder
     path = Path(text).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if (text.strip() and path.is_dir()) or (path.suffix == ".gguf" and path.is_file()):
         return path
     if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) and not text.startswith(".") and path.suffix != ".gguf":
         return _from_hub(*text.split("@", 1))
@@ -64,4 +65,12 @@ def _from_hub(repository: str, revision: str | None = None) -> Path:
             f"{repository!r} is no local folder, and fetching it from a hub needs: pip install 'sparse-jax[hub]'"
         ) from error
     patterns = ["*.safetensors", "*.json", "*.jinja"]
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # of the hub's client or of what it connects with, which differs by its version
+        known = ", ".join([*SHIPPED, *FETCHED])
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise FileNotFoundError(
+            f"the model {repository!r} is no local folder and could not be fetched from its hub ({why}); "
+            f"without a hub there are {known}, folders and .gguf files"
+        ) from error

@@ -21,7 +21,7 @@ def bench(
         str, typer.Option(help="Settings for our kernels instead of their own choice, such as splits=4,num_warps=8.")
     ] = "",
     peers: Annotated[bool, typer.Option(help="Measure other implementations too, where they are installed.")] = True,
-    minutes: Annotated[float | None, typer.Option(help="Begin no further shape after this many minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no shape after this many minutes.")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help="Show the kernels of each call, on a GPU.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file as well; for one suite.")] = None,
     json_dir: Annotated[Path | None, typer.Option(help="The same, to a file of this folder for each suite.")] = None,
@@ -58,6 +58,7 @@ def bench(
             select_cases(suite, patterns, quick)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    measured = 0
     for suite in suites:
         result = run(
             suite,
@@ -70,9 +71,12 @@ def bench(
             on_row=show,
         )
         console.print(result.table())
-        if target := path(result):
+        measured += len(result.rows)
+        if (result.rows or not only) and (target := path(result)):
             result.save(target)
             console.print(f"written to {target}", highlight=False)
+    if only and not measured:
+        raise typer.BadParameter(f"no operation that was to be measured has {only!r} in its name", param_hint="--only")
 
 
 def file_name(suite: str, device: str) -> str:

@@ -16,6 +16,8 @@ from sparse_jax.bench.timing import Effort, Plan, copy_bandwidth, short_message
 # A suite is a module with CASES, CASES_CPU (dataclasses with a name), QUICK (names) and `rows(case, plan)`; and, if it
 # has some that are measured only where a pattern names them, MORE.
 SUITES = {"attention": attention, "topk": topk, "select": select, "step": step, "reference": reference, "mla": mla}
+OF_MODELS = ("ouro", "speculation")
+"""Suites that `sparse-jax bench` adds: they measure models, which this package does not know."""
 
 CPU_NOTE = (
     "This is a CPU: small shapes, plain XLA only. The numbers say that everything runs, not how fast the kernels are; "
@@ -30,7 +32,9 @@ def select_cases(suite: str, patterns: Sequence[str] = (), quick: bool = False) 
     Raises ValueError where there is no such suite, or nothing matches.
     """
     if suite not in SUITES:
-        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}")
+        more = ", ".join(name for name in OF_MODELS if name not in SUITES)
+        more = f", and with `sparse-jax bench` {more}" if more else ""
+        raise ValueError(f"unknown suite {suite!r}; there are {', '.join(SUITES)}{more}")
     module: ModuleType = SUITES[suite]
     if not patterns:
         everything = module.CASES if jax.default_backend() == "gpu" else module.CASES_CPU

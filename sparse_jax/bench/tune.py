@@ -44,7 +44,7 @@ def tune(
     output: Annotated[
         Path, typer.Option(help="The file to write; what it holds for other shapes, GPUs and versions stays.")
     ] = Path("sparse_jax_tuning.json"),
-    minutes: Annotated[float | None, typer.Option(help="Begin no further shape after this many minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no shape after this many minutes.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and fewer candidates.")] = False,
 ) -> None:
     """Find the fastest settings of the attention kernels on this machine's GPU, and write them to a file.

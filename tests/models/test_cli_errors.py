@@ -76,3 +76,26 @@ def test_an_answer_of_a_chat_begins_on_a_line_of_its_own(monkeypatch):
         console = Console(file=shown, highlight=False)
         terminal.show(Prompts(["a question"]), [], ByteTokenizer(), console, end=end)
         assert shown.getvalue() == "a question" + end
+
+
+def usage(*arguments):
+    """What is said about a call that is not understood, with exit code 2."""
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code == 2, done.output
+    return " ".join((done.output + done.stderr).replace("│", " ").split())
+
+
+def test_a_benchmark_that_measures_nothing_says_so(tmp_path):
+    told = usage("bench", "attention", "--quick", "--only", "nope", "--json", str(tmp_path / "results.json"))
+    assert "no operation that was to be measured has 'nope' in its name" in told
+    assert not list(tmp_path.iterdir())
+    for command in ("bench", "tune"):
+        assert "--minutes" in usage(command, "--minutes", "-1")
+
+
+def test_an_unknown_suite_is_told_all_there_are():
+    assert "reference, mla, and with `sparse-jax bench` ouro, speculation" in usage("bench", "attentoin")
+
+
+def test_a_budget_that_is_none_is_told_in_our_words_only():
+    assert "Invalid value for '--budget': 'many' is neither" in usage("generate", "--budget", "many")

@@ -19,6 +19,8 @@ def test_report_covers_every_operation_of_this_machine():
         "indexer_scores",
         "top_k",
         "h2o_accumulate",
+        "reference_capture",
+        "reference_consume",
     }
     assert set(found["operations"]) == plain | with_kernel
     on_gpu = jax.default_backend() == "gpu"

@@ -60,3 +60,19 @@ def test_hub_names_go_to_the_hub_with_their_revision(monkeypatch, tmp_path):
         ("someone/some-ouro", "574fa66c"),
     ]
     assert {"*.safetensors", "*.json"} <= set(calls[0][2])
+
+
+def test_a_hub_that_is_not_reached_is_told_with_the_name_of_the_model(monkeypatch):
+    class Hub:
+        @staticmethod
+        def snapshot_download(repository, **options):
+            raise RuntimeError("no\nnetwork")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
+    with pytest.raises(FileNotFoundError, match=r"'someone/some-ouro' .* \(no network\); without a hub there are ouro"):
+        checkpoints.resolve("someone/some-ouro")
+
+
+def test_no_name_is_not_the_current_folder():
+    with pytest.raises(FileNotFoundError, match="no model '': neither one of ouro-tiny"):
+        checkpoints.resolve("")

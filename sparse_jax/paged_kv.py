@@ -140,10 +140,12 @@ def _put_quantised(kv: PagedKV, plane: jax.Array, slots: jax.Array, k: jax.Array
 
 
 def _put_loop(pool, plane, page, offset, new):
+    if _SLOW_BITS and page.size > FEW_TOKENS and jnp.issubdtype(pool.dtype, jnp.floating):
+        return lax.bitcast_convert_type(_put_loop(_bits(pool), plane, page, offset, _bits(new)), pool.dtype)
     # A whole token at a time, or where heads have places of their own, one head of a token.
     heads = 1 if page.ndim == 2 else pool.shape[2]
     one_head = pool.shape[2] == 1
-    new = _bits(new.reshape(new.shape[0], page.size, heads, *([1] if one_head else []), -1))
+    new = new.reshape(new.shape[0], page.size, heads, *([1] if one_head else []), -1)
     page, offset = page.reshape(-1), offset.reshape(-1)
     which, count = _present(page)
 
@@ -151,10 +153,9 @@ def _put_loop(pool, plane, page, offset, new):
         token = lax.dynamic_slice_in_dim(new, which[i], 1, axis=1)  # [planes, 1, Hkv or 1, (1,) D]
         head = jnp.int32(0) if heads > 1 else which[i] % pool.shape[2]
         start = (offset[which[i]], jnp.int32(0)) if one_head else (offset[which[i]] * pool.shape[4],)
-        return lax.dynamic_update_slice(rows, token, (plane, page[which[i]], head, *start))
+        return _overwrite_bits(rows, token, plane, page[which[i]], head, *start)
 
-    rows = lax.fori_loop(jnp.int32(0), count, put_one, _bits(_rows(pool)))
-    return lax.bitcast_convert_type(rows, pool.dtype).reshape(pool.shape)
+    return lax.fori_loop(jnp.int32(0), count, put_one, _rows(pool)).reshape(pool.shape)
 
 
 def _put_scatter(pool, plane, page, offset, new):
@@ -196,18 +197,20 @@ def _copy_loop(pools, sources, targets):
             # The condition is always true. It keeps XLA on CPUs from fusing the read with the write, which then could
             # not be done in place and would copy the pool.
             page = lax.cond(count > 0, read, lambda: jnp.zeros((rows.shape[0], 1, *rows.shape[2:]), rows.dtype))
-            return lax.dynamic_update_slice(rows, page, (zeros[0], target, *zeros[: rows.ndim - 2]))
+            cpu = _overwrite if rows.dtype in _PLAIN_ON_CPU else _overwrite_bits
+            at = zeros[0], target, *zeros[: rows.ndim - 2]
+            return lax.platform_dependent(rows, page, *at, cpu=cpu, default=_overwrite)
 
         return tuple(map(copy_in, pools))
 
-    rows = [_rows(pool) if pool.dtype in _PLAIN_ON_CPU else _bits(_rows(pool)) for pool in pools]
-    copied = lax.fori_loop(jnp.int32(0), count, copy_one, tuple(rows))
-    whole = (lax.bitcast_convert_type(new, pool.dtype) for new, pool in zip(copied, pools, strict=True))
-    return tuple(new.reshape(pool.shape) for new, pool in zip(whole, pools, strict=True))
+    copied = lax.fori_loop(jnp.int32(0), count, copy_one, tuple(map(_rows, pools)))
+    return tuple(new.reshape(pool.shape) for new, pool in zip(copied, pools, strict=True))
 
 
 # XLA's CPU backend computes the other types in float32: to update one token it would convert the whole pool twice.
 _PLAIN_ON_CPU = (jnp.float32, jnp.float16, *([jnp.bfloat16] if jax.__version_info__ >= (0, 11) else []))
+# The walk of `_overwrite_bits` touches all bytes in JAX 0.12: there, prompts are worth one copy of an eight-bit pool.
+_SLOW_BITS, FEW_TOKENS = jax.__version_info__ >= (0, 12), 8
 
 
 def _rows(pool):
@@ -216,9 +219,17 @@ def _rows(pool):
     return pool if pool.shape[2] == 1 else pool.reshape(*pool.shape[:3], -1)
 
 
+def _overwrite(rows, new, *at):
+    return lax.dynamic_update_slice(rows, new, at)
+
+
+def _overwrite_bits(rows, new, *at):
+    # Nothing to convert in unsigned integers, so this is in place. XLA still walks over the rows, without touching
+    # their bytes; that is why they are as long as they can be, and why a loop must carry them in this shape.
+    return lax.bitcast_convert_type(_overwrite(_bits(rows), _bits(new), *at), rows.dtype)
+
+
 def _bits(x):
-    # Nothing to convert in unsigned integers, so that updates are in place. A loop carries them: JAX 0.12 would walk
-    # over the whole pool to reinterpret it in each step.
     return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 

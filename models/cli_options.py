@@ -79,8 +79,8 @@ SpeculateOption = Annotated[
         min=1,
         metavar="K",
         help="Draft K tokens with the first loops of a looped model, or the extra layer of a DeepSeek-style one, and "
-        "verify them at once: several tokens a round. That pays on a GPU, where a round of a large model takes little "
-        "longer than a step; a CPU is slower with it. "
+        "verify them at once: several tokens a round. That can save time on a GPU, where a round of a large model "
+        "takes little longer than a step; a CPU is slower with it. "
         "dense and reference say what they would have said anyway (drawn text differs, but is as likely); methods that "
         "choose pages may choose a little differently, because summaries of pages already hold the drafts.",
     ),

@@ -108,7 +108,7 @@ def prefill(params: nnx.State, tokens: jax.Array, counts: jax.Array, *, graph: n
     model = _model(graph, params, shape)
     # The barrier keeps XLA from computing what happens to a cache of zeros while it compiles.
     paged = jax.lax.optimization_barrier(empty(model, shape))
-    return decode.prefill(model, tokens, counts, paged, Dense(), ()).paged
+    return decode.prefill(model, tokens, counts, paged, Dense(), (), implementation=shape.implementation).paged
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "method", "shape"))
@@ -153,7 +153,7 @@ def prefill_own(
     inner = selector.inner.init(paged.kv, shape.rows)
     state = watch(inner, paged.kv, shape.rows, model.config.num_heads, _watched_tokens(shape), shadow)
     paged, state = jax.lax.optimization_barrier((paged, state))
-    out = decode.prefill(model, tokens, counts, paged, selector, state)
+    out = decode.prefill(model, tokens, counts, paged, selector, state, implementation=shape.implementation)
     return out.paged, out.selector_state
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from sparse_jax import compaction, paging
 from sparse_jax.compaction import CompactedState, PromptReservation
+from sparse_jax.paged_kv import key_shape
 from sparse_jax.paging import PagedKV, PagedState, PageView
 from sparse_jax.selectors import budgets
 from sparse_jax.selectors.base import DEFAULT_BUDGET, Selector
@@ -87,7 +88,7 @@ class Evicting(Selector):
 
     def init(self, kv: PagedKV, requests: int = 1) -> Kept:
         """See `Selector.init`."""
-        planes, pages, kv_heads, page_size, _ = kv.k.shape
+        planes, pages, kv_heads, page_size, _ = key_shape(kv)
         shape = (planes * pages, kv_heads, page_size)
         return Kept(
             key_positions=jnp.full(shape, -1, jnp.int32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sparse_jax.paging import PagedKV
+from sparse_jax.paged_kv import PagedKV, key_shape
 from sparse_jax.selectors.base import register
 from sparse_jax.selectors.quest import Quest
 from sparse_jax.selectors.summaries import Envelope
@@ -23,4 +23,4 @@ class LServe(Quest):
     def init(self, kv: PagedKV, requests: int = 1) -> Envelope:
         """See `Selector.init`; lo and hi are [planes * N * P / 16, Hkv, D]."""
         del requests
-        return Envelope.init(kv, boxes=max(1, kv.k.shape[3] // BOX_TOKENS))
+        return Envelope.init(kv, boxes=max(1, key_shape(kv)[3] // BOX_TOKENS))

@@ -55,7 +55,7 @@ def test_bytes_of_a_plane_are_those_of_the_writers_and_no_others_change(format, 
     assert (np.asarray(after.kv.v)[[0, 2]] == 0xAB).all()
 
 
-@pytest.mark.parametrize("name", ["quest", "centroid", "h2o"])
+@pytest.mark.parametrize("name", ["quest", "centroid", "h2o", "lserve", "tova"])
 def test_what_selectors_remember_has_the_shapes_of_a_plain_cache(name):
     selector = selectors.get(name)
     quantised, plain = (jax.tree.leaves(selector.init(make(dtype).kv)) for dtype in (FORMATS[0], jnp.bfloat16))

@@ -170,6 +170,7 @@ def run_all(
     from models.evaluation.engine import Evaluation, Failed
     from models.evaluation.tasks import Writer
 
+    check_dtype(dtype)
     place = checkpoints.resolve(settings.model)
     writer = Writer(tokenizers.for_folder(place), text=_filler(settings.model, filler))
     if attention not in ("auto", "xla", "cudnn"):
@@ -213,6 +214,12 @@ def _check_tasks(writer: Any, settings: Any) -> None:
                 writer.prompt(task, length, 0.5, (settings.seed,))
             except ValueError as error:
                 raise ValueError(f"--tasks {task} with --lengths {length}: {error}") from None
+
+
+def check_dtype(name: str | None) -> None:
+    """Raises ValueError for a --dtype that models are not computed in."""
+    if name not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype is float32, bfloat16 or float16, got {name!r}")
 
 
 def progress(console: Console):

@@ -36,7 +36,7 @@ def evaluate_correction(
     from models import checkpoints, tokenizers
     from models.evaluation import correction_report as report
     from models.evaluation import quick
-    from models.evaluation.command import progress
+    from models.evaluation.command import check_dtype, progress
     from models.evaluation.correction_run import Evaluation, Settings
     from models.evaluation.results import Results, key
     from models.evaluation.tasks import Writer
@@ -53,6 +53,7 @@ def evaluate_correction(
         seed=seed,
         text=None if given is None else hashlib.sha256(given.encode()).hexdigest()[:12],
     )
+    check_dtype(dtype)
     _, network = checkpoints.load(model, dtype=dtype)
     writer = Writer(tokenizers.for_folder(checkpoints.resolve(model)), text=quick.filler() if given is None else given)
     results = Results(out)

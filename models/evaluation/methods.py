@@ -80,5 +80,7 @@ def parse(text: str) -> Method:
     if "budget" in values or "most" in values:
         raise ValueError(f"{text!r}: budgets are given for all methods together")
     page_size = values.pop("page_size", None)
+    if page_size is not None and not (type(page_size) is int and page_size >= 1):
+        raise ValueError(f"{text!r}: page_size must be a whole number of at least 1")
     selector = selectors.get(known, **values)
     return Method(text.strip(), selector, page_size or selector.page_size or PAGE_SIZE)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from models import terminal
 from models.cli import app
+from models.evaluation import engine
 from models.generate import check_positions
 from models.prompts import Prompts
 from models.tokenizers import ByteTokenizer
@@ -35,6 +36,8 @@ def refused(*arguments):
         (("--lengths", -5), "--lengths takes whole numbers of at least 1"),
         (("--lengths", "abc"), "--lengths takes whole numbers of at least 1"),
         (("--lengths", ","), "--lengths takes whole numbers of at least 1"),
+        (("--methods", "quest:page_size=0"), "'quest:page_size=0': page_size must be a whole number of at least 1"),
+        (("--dtype", "foo"), "--dtype is float32, bfloat16 or float16, got 'foo'"),
     ],
 )
 def test_an_evaluation_checks_tasks_and_lengths_before_it_begins(arguments, said):
@@ -99,3 +102,15 @@ def test_an_unknown_suite_is_told_all_there_are():
 
 def test_a_budget_that_is_none_is_told_in_our_words_only():
     assert "Invalid value for '--budget': 'many' is neither" in usage("generate", "--budget", "many")
+
+
+def test_a_method_that_fails_is_told_in_one_line_where_it_is_the_only_one(monkeypatch):
+    def failing(*arguments):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(engine.Evaluation, "compile_ahead", lambda self: None)
+    monkeypatch.setattr(engine.Evaluation, "_cells", failing)
+    done = CliRunner().invoke(app, ["evaluate", "--methods", "dense"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code == 1
+    assert done.stdout.strip() == "left out: dense at 512 tokens: ValueError: no room"
+    assert done.stderr.strip() == "Error: no room"

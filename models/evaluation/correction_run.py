@@ -43,7 +43,11 @@ class Settings:
         if not self.tasks or not self.retentions or self.prompts < 1:
             raise ValueError(f"needs a task, a retention and a prompt, got {self}")
         for retention in self.retentions:
-            ReferenceCorrection(retention=float(retention))
+            try:
+                share = float(retention)
+            except ValueError:
+                raise ValueError(f"retentions are shares of the keys such as 0.1, got {retention!r}") from None
+            ReferenceCorrection(retention=share)
 
 
 class Batch(NamedTuple):

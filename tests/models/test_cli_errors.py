@@ -104,6 +104,18 @@ def test_a_budget_that_is_none_is_told_in_our_words_only():
     assert "Invalid value for '--budget': 'many' is neither" in usage("generate", "--budget", "many")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--retentions", "0.1,abc"), "retentions are shares of the keys such as 0.1, got 'abc'"),
+        (("--dtype", "foo"), "--dtype is float32, bfloat16 or float16, got 'foo'"),
+        (("--tasks", "foo"), "no task 'foo' for this model"),
+    ],
+)
+def test_an_evaluation_of_the_correction_names_what_is_wrong(arguments, said):
+    assert said in refused("evaluate-correction", *arguments)
+
+
 def test_a_method_that_fails_is_told_in_one_line_where_it_is_the_only_one(monkeypatch):
     def failing(*arguments):
         raise ValueError("no room")

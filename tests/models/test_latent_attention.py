@@ -114,17 +114,17 @@ def test_many_blocks_of_queries_are_those_of_one(monkeypatch):
 
 def test_chosen_latents_alone_give_what_a_mask_does():
     """Long sequences are read in absorbed form; both are the same attention, absent choices included."""
-    chosen = latent_attention._choose_inside(QUERY, KEYS)
+    chosen = latent_attention._choose_inside(QUERY, KEYS, None)
     assert (chosen.tokens == -1).any()
     np.testing.assert_array_equal(chosen.slots[1], np.where(chosen.tokens[1] >= 0, TOKENS + chosen.tokens[1], -1))
     heads = latent_attention._same_width(*latent_attention.multi_head(QUERY, LATENTS))
     masked = latent_attention._masked(*heads, chosen.tokens, {"scale": QUERY.scale})[..., :D_V]
-    np.testing.assert_allclose(latent_attention._gathered(QUERY, LATENTS, chosen.slots), masked, atol=5e-6)
+    np.testing.assert_allclose(latent_attention._gathered(QUERY, LATENTS, chosen.slots, None), masked, atol=5e-6)
     out, again = latent_attention.causal(QUERY, LATENTS, KEYS)  # 4 * (10 + 8) < 11 * (7 + 4)
     jax.tree.map(np.testing.assert_array_equal, again, chosen)
-    np.testing.assert_array_equal(out, latent_attention._gathered(QUERY, LATENTS, chosen.slots))
+    np.testing.assert_array_equal(out, latent_attention._gathered(QUERY, LATENTS, chosen.slots, None))
     wide = dataclasses.replace(QUERY, topk=8)  # 8 * 18 >= 121
-    chosen = latent_attention._choose_inside(wide, KEYS).tokens
+    chosen = latent_attention._choose_inside(wide, KEYS, None).tokens
     np.testing.assert_array_equal(
         latent_attention.causal(wide, LATENTS, KEYS)[0],
         latent_attention._masked(*heads, chosen, {"scale": QUERY.scale})[..., :D_V],
